@@ -5,6 +5,7 @@ python -m tests.docs.model_reference
 
 from __future__ import annotations
 
+from attachments.cpu.backend import make_host_decoder
 from clotho.models.head import split_model
 from clotho.models.loading import INSTALL_LAYERS
 from clotho.models.lora import install_adapter
@@ -21,10 +22,12 @@ VOCABULARY = 64
 def table() -> str:
     """One row per architecture of `tests/small_models.py`."""
     rows = [
-        f"| `{architecture}` | {', '.join(_layouts(architecture))} | {', '.join(_adapted(architecture))} |"
+        f"| `{architecture}` | {', '.join(_layouts(architecture))} | {_decoding(architecture)} | "
+        f"{', '.join(_adapted(architecture))} |"
         for architecture in sorted(ARCHITECTURES | NEWER)
     ]
-    return "\n".join(["| `model_type` | layouts | layers with an adapter by default |", "|---|---|---|", *rows])
+    head = "| `model_type` | layouts | decoding on Linux in float32 | layers with an adapter by default |"
+    return "\n".join([head, "|---|---|---|---|", *rows])
 
 
 def _layouts(architecture: str) -> list[str]:
@@ -39,6 +42,11 @@ def _layouts(architecture: str) -> list[str]:
             continue
         found.append(layout)
     return found
+
+
+def _decoding(architecture: str) -> str:
+    """Return what decodes on the CPU."""
+    return "MLX" if make_host_decoder(tiny(architecture, vocab_size=VOCABULARY)) is None else "NumPy"
 
 
 def _adapted(architecture: str) -> list[str]:

@@ -1,5 +1,8 @@
 # ruff: noqa: E501
-"""Chat templates of common models, shortened, and one that uses most features of Jinja."""
+"""Chat templates of common models, shortened, and one that uses most features of Jinja.
+
+That of Qwen3.5 is written for the tests: with its switches, and its format of calls and of contents with parts.
+"""
 
 TEMPLATES = {
     "Qwen3": """{%- if tools %}
@@ -85,6 +88,40 @@ TEMPLATES = {
     {%- if enable_thinking is defined and enable_thinking is false %}
         {{- '<think>\\n\\n</think>\\n\\n' }}
     {%- endif %}
+{%- endif %}""",
+    "Qwen3.5": """{%- macro text_of(content) -%}
+    {%- if content is string -%}{{ content }}
+    {%- else -%}
+        {%- for part in content or [] -%}
+            {%- if part.type == 'text' -%}{{ part.text }}{%- else -%}{{ raise_exception('a part is not text') }}{%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+{%- endmacro -%}
+{%- if tools %}
+    {{- '<|im_start|>system\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
+    {{- '\\n</tools>\\nWrite <tool_call>\\n<function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n</function>\\n</tool_call><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + text_of(message.content) + '\\n</tool_response><|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' + text_of(message.content).split('</think>')[-1].lstrip('\\n') }}
+        {%- for call in message.tool_calls or [] %}
+            {%- set call = call.function or call %}
+            {{- ('\\n\\n' if loop.first and message.content else '') + '<tool_call>\\n<function=' + call.name + '>\\n' }}
+            {%- for key, value in call.arguments | items %}
+                {{- '<parameter=' + key + '>\\n' + (value if value is string else value | tojson) + '\\n</parameter>\\n' }}
+            {%- endfor %}
+            {{- '</function>\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + text_of(message.content) + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' + ('<think>\\n\\n</think>\\n\\n' if enable_thinking is defined and enable_thinking is false else '<think>\\n') }}
 {%- endif %}""",
     "Llama 3": """{{- bos_token }}
 {%- if not date_string is defined %}

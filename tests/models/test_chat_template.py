@@ -10,6 +10,7 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from attachments.tools.tool_grammars import tool_format
 from clotho.models import chat_template
 from clotho.models.chat_template import ChatTemplate, WorkLimitError
 from protocols.errors import RequestError
@@ -71,6 +72,29 @@ def test_the_text_is_that_of_transformers(
         outcome(lambda: template.render(conversation, variables, add_generation_prompt=add_generation_prompt))
         == expected
     )
+
+
+def test_the_switches_of_qwen3_5() -> None:
+    """The prompt opens a thought, or closes it; tools and calls are written as they are parsed; images are refused."""
+    tokenizer = byte_tokenizer(chat_template=TEMPLATES["Qwen3.5"])
+    question: dict[str, Any] = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    function = {"name": "f", "arguments": {"a": "1", "b": [2]}}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+    chat = [question, call, {"role": "tool", "tool_call_id": "1", "content": "7"}]
+
+    def prompt(messages: list[dict[str, Any]], variables: dict[str, Any] | None = None) -> str:
+        return tokenizer.decode(tokenizer.render_chat(messages, tools=tools, variables=variables))
+
+    opened = "hi<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    assert prompt([question], {"enable_thinking": True}).endswith(opened)
+    assert prompt([question], {"enable_thinking": False}).endswith("assistant\n<think>\n\n</think>\n\n")
+    assert '{"type": "function", "function": {"name": "f"' in prompt([question])
+    written = "<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n[2]\n</parameter>\n</function>"
+    assert f"<tool_call>\n{written}\n</tool_call><|im_end|>\n" in prompt(chat)
+    assert tool_format(TEMPLATES["Qwen3.5"], "auto") == "qwen3_coder"
+    with pytest.raises(RequestError, match="not text"):
+        prompt([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
 
 
 @pytest.mark.parametrize("name", ["_a", "__class__", "__init__"])

@@ -42,8 +42,8 @@ GATES = ("gate_proj", "up_proj", "w1", "w3")
 GATE_COPIES = 2
 """Number of arrays of the size of each factor that a product keeps beside its factors, if its gate is not SwiGLU."""
 
-PROBABILITIES_WORK = 1.5
-"""Number of arrays of the size of attention probabilities in the measure of a block's work."""
+PROBABILITIES_WORK = 2
+"""Number of arrays of the size of attention probabilities that a block works with."""
 
 GATE_WORK = 3
 """Number of arrays of the size of each factor that SwiGLU, or the gate of an expert, adds to `BlockBytes.worked`."""
@@ -62,6 +62,9 @@ block's is held too."""
 
 SOFT_CAPPED = 2
 """Number of arrays of scores that a block keeps which computes them itself, with a cap (Gemma 2)."""
+
+LATENT = 1.25
+"""The same for attention with latent keys, whose scores of positions are an array of their own."""
 
 BLOCK_COPIES = 8
 """Peak number of arrays of the size of the scores of a block of queries."""
@@ -191,16 +194,16 @@ def activation_bytes(
     probabilities = [pairs.whole * one for one in scores]
     kept = [micro.positions * block.kept + own for block, own in zip(blocks, probabilities, strict=True)]
     works = [
-        micro.positions * block.worked + PROBABILITIES_WORK * own
+        (RECOMPUTED if checkpointed else BACKWARD) * micro.positions * block.worked + PROBABILITIES_WORK * own
         for block, own in zip(blocks, probabilities, strict=True)
     ]
     if checkpointed:
         held = micro.positions * residual * len(blocks)
-        work = max(own + RECOMPUTED * one for own, one in zip(kept, works, strict=True))
+        work = max(own + one for own, one in zip(kept, works, strict=True))
         scan = max(RECOMPUTED * own + one for own, one in zip(kept, scans, strict=True) if one) if any(scans) else 0
     else:
         held = sum(kept)
-        work = BACKWARD * max(works)
+        work = max(works)
         scan = max(start + one for start, one in zip(accumulate(kept), scans, strict=True)) - held
     work = max(work, scan) + BLOCK_COPIES * pairs.divided * max(scores)
     return int(held + max(work, logits) + OVERLAP * min(work, logits)) - logits

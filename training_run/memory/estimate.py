@@ -52,6 +52,7 @@ from protocols.sampling import PARAMETERS, Sampling, in_use
 from protocols.summary import MemoryEstimate
 from training_run.memory.activations import (
     FLOAT32,
+    LATENT,
     SOFT_CAPPED,
     activation_bytes,
     attention_heads,
@@ -351,7 +352,8 @@ def _activations(
     first = next((i for i, block in enumerate(blocks) if flat(block.trainable_parameters())), 0)
     full, experts = isinstance(profile.policy.method, FullMethod), experts_per_token(config)
     divides = calls_attention(blocks)
-    scores = attention_heads(config) * itemsize * (1 if divides else SOFT_CAPPED)
+    arrays = LATENT if setting(config, ("kv_lora_rank",)) else 1 if divides else SOFT_CAPPED
+    scores = attention_heads(config) * itemsize * arrays
     attends = _attends(layout, len(blocks))
     in_blocks = activation_bytes(
         [block_bytes(block, full=full, itemsize=itemsize, experts=experts) for block in blocks[first:]],
