@@ -87,7 +87,7 @@ def _dataset(path: Path) -> None:
 
 
 def _adapter(path: Path) -> None:
-    from clotho.models.adapter_reading import read_adapter_of
+    from training_run.adapters.reading import read_adapter_of
 
     read_adapter_of(path)
 

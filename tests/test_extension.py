@@ -15,7 +15,6 @@ import mlx.core as mx
 import pytest
 
 from clotho.extension import TableDoor, attachment_modules, found, provided
-from clotho.models.adapter_reading import ADAPTER_FORMATS, read_adapter_of
 from clotho.models.loading import MODEL_FORMATS, find_model, is_local
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.rewards.registry import REWARDS, load_reward
@@ -25,6 +24,7 @@ from clotho.training.objectives.functions import ATTACHED as OBJECTIVES
 from clotho.training.objectives.functions import objective
 from protocols.errors import ArtifactError, ModelError, ProfileError
 from tests.absent import without
+from training_run.adapters.reading import ADAPTER_FORMATS, read_adapter_of
 
 ROOT, RINGS = Path(__file__).parents[1], ("attachments", "clotho", "training_run")
 SOURCES = (path.read_text(encoding="utf-8") for ring in RINGS for path in sorted(ROOT.glob(f"{ring}/**/*.py")))

@@ -126,7 +126,7 @@ def test_the_first_example_loads_few_modules(tmp_path: Path) -> None:
             (data / file.name).symlink_to(file)
     files = loaded(tmp_path, str(example), "0").files
     assert [file for file in files if file.parts[0] == "training_run"] == []
-    assert_few(files, modules=127, lines=24_000)
+    assert_few(files, modules=124, lines=23_450)
     assert used_attachments(files).keys() == {"cpu"}
 
 
@@ -137,7 +137,7 @@ def test_a_run_loads_few_modules_and_handlers_when_they_are_requested(tmp_path: 
     """
     found = loaded(tmp_path, *SMALL_RUN)
     assert found.unprepared == []
-    assert_few(found.files, modules=252, lines=44_350)
+    assert_few(found.files, modules=252, lines=44_250)
     used = used_attachments(found.files)
     assert used.keys() == USED
     assert sum(used.values()) <= 7_100

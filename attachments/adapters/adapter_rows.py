@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 
 from attachments.adapters.mixed_layers import Columns, Group, Layer, Mixed, MixedLinear, MixedSwitchLinear, Routed
 from clotho.inference.rows import RowAdapter
-from clotho.models.adapter_reading import FLOAT32_BYTES
-from clotho.models.adapters import Adapter, adapter_targets
 from clotho.models.lora import AdaptedModule
 from clotho.models.module_calls import watched_calls
 from clotho.models.parameters import locate
 from clotho.settings.server import AdaptersSection
 from protocols.errors import AdapterRequestError
+from training_run.adapters.contents import Adapter, adapter_targets
+from training_run.adapters.reading import FLOAT32_BYTES
 
 RowAdapters = Sequence[RowAdapter | None]
 """The adapter of every row; None for the policy."""

@@ -16,13 +16,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from msgspec import Struct
 
-from clotho.models.adapter_reading import read_adapter
-from clotho.models.adapters import Adapter, adapter_targets
 from clotho.models.lora import AdaptedModule
 from clotho.models.parameters import Arrays, fingerprint
 from clotho.settings.server import AdaptersSection
 from protocols.errors import AdapterRequestError, did_you_mean, visible
 from protocols.sampling import BASE
+from training_run.adapters.contents import Adapter, adapter_targets
+from training_run.adapters.reading import read_adapter
 
 
 class AdapterInfo(Struct, frozen=True, kw_only=True):

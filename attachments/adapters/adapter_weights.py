@@ -14,13 +14,13 @@ from attachments.adapters.adapter_store import AdapterInfo, AdapterStore, Loaded
 from clotho.inference.engine import DecodeEngine
 from clotho.inference.parts import RowWeights
 from clotho.inference.rows import RowAdapter
-from clotho.models.adapter_formats import LABELS
-from clotho.models.adapter_reading import read_adapter_of
-from clotho.models.adapters import Adapter
 from clotho.models.lora import AdaptedModule
 from clotho.models.policy_model import PolicyModel
 from protocols.errors import AdapterRequestError, ProfileError, RequestError, visible
 from protocols.sampling import POLICY
+from training_run.adapters.contents import Adapter
+from training_run.adapters.formats import LABELS
+from training_run.adapters.reading import read_adapter_of
 from training_run.start.adapter_settings import find_adapter
 
 

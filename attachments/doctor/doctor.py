@@ -49,7 +49,6 @@ from attachments.doctor.versions import installed_versions, setting_findings, ve
 from clotho.backend import backend
 from clotho.extension import Door
 from clotho.lanes.compute_thread import Compute, finish
-from clotho.models.adapters import adapter_targets, reached_share
 from clotho.models.experts import configuration_of, experts_per_token
 from clotho.models.machine import compute_slots, describe_machine, memory_limit, physical_memory
 from clotho.process import load_blas
@@ -63,6 +62,7 @@ from protocols.errors import ClothoError, DatasetError, ProfileError, RecordsErr
 from protocols.finding import CHECK, LESS_MEMORY, Change, Finding, FindingName, Remedy
 from protocols.rollout import GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.summary import MemoryEstimate
+from training_run.adapters.contents import adapter_targets, reached_share
 from training_run.commands.command_line import new_file
 from training_run.directory.json_text import encode
 from training_run.directory.run_directory import open_run

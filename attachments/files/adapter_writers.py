@@ -13,7 +13,13 @@ import numpy as np
 from attachments.files.gguf import pair_rotation
 from attachments.files.gguf_names import architecture_of, gguf_names, heads_key
 from attachments.files.merging import expert_layer
-from clotho.models.adapter_formats import (
+from clotho.storage.adapters import CONFIG, encode_config, padded
+from clotho.storage.atomic_files import write_file
+from clotho.storage.tensors import StoredTensor, write_stored
+from protocols.checkpoint import AdapterConfig, LoRAParameters
+from protocols.errors import ArtifactError, visible
+from training_run.adapters.contents import Adapter, Floats
+from training_run.adapters.formats import (
     EMBEDDING,
     LABELS,
     MLX,
@@ -24,13 +30,7 @@ from clotho.models.adapter_formats import (
     place_of,
     quotient,
 )
-from clotho.models.adapter_reading import listed
-from clotho.models.adapters import Adapter, Floats
-from clotho.storage.adapters import CONFIG, encode_config, padded
-from clotho.storage.atomic_files import write_file
-from clotho.storage.tensors import StoredTensor, write_stored
-from protocols.checkpoint import AdapterConfig, LoRAParameters
-from protocols.errors import ArtifactError, visible
+from training_run.adapters.reading import listed
 
 HUGGING_FACE = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "m": "lora_magnitude_vector"}
 STORED = {"F32": ("float32", "<f4"), "F16": ("float16", "<f2"), "BF16": ("bfloat16", "<u2")}

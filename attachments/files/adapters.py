@@ -1,4 +1,4 @@
-"""Adapters in the formats of PEFT, NPZ and llama.cpp, read as `clotho.models.adapter_reading` reads those of mlx-lm."""
+"""Adapters in the formats of PEFT, NPZ and llama.cpp, read as `training_run.adapters.reading` reads those of mlx-lm."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ from attachments.files.gguf import half_rotation
 from attachments.files.gguf_header import BF16, F16, F32, GgufHeader
 from attachments.files.gguf_header import read_header as read_gguf_header
 from attachments.files.gguf_names import ARCHITECTURES, gguf_names, heads_key
-from clotho.models.adapter_formats import DTYPES, GGUF, NPZ, PEFT, Config, PeftConfig, is_named
-from clotho.models.adapter_reading import (
+from clotho.models.loading import open_stored
+from clotho.models.model_files import TensorHeader, one_line
+from clotho.models.parameters import flat
+from clotho.settings.model import ModelSection
+from protocols.errors import ArtifactError, visible
+from training_run.adapters.contents import Adapter, Base, Floats, recorded_base
+from training_run.adapters.formats import DTYPES, GGUF, NPZ, PEFT, Config, PeftConfig, is_named
+from training_run.adapters.reading import (
     AdapterSource,
     adapter_from,
     as_float32,
@@ -24,12 +30,6 @@ from clotho.models.adapter_reading import (
     opened_directory,
     opened_tensors,
 )
-from clotho.models.adapters import Adapter, Base, Floats, recorded_base
-from clotho.models.loading import open_stored
-from clotho.models.model_files import TensorHeader, one_line
-from clotho.models.parameters import flat
-from clotho.settings.model import ModelSection
-from protocols.errors import ArtifactError, visible
 
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 

@@ -15,14 +15,14 @@ from attachments.files.adapter_writers import WRITERS
 from attachments.files.gguf import SUFFIX, open_gguf
 from attachments.files.gguf_header import read_header
 from attachments.files.gguf_tokenizer import gguf_tokenizer
-from clotho.models.adapter_formats import DTYPES, LABELS, FormatName
-from clotho.models.adapter_reading import read_adapter_of
-from clotho.models.adapters import Adapter
 from clotho.models.loading import PACKAGE, find_model
 from clotho.models.parameters import flat
 from clotho.storage.atomic_files import make_directory, new_directory, replaced_from_directory, write_file
 from clotho.storage.tensors import write_tensors
 from protocols.errors import ArtifactError, ProfileError, disk_errors_as
+from training_run.adapters.contents import Adapter
+from training_run.adapters.formats import DTYPES, LABELS, FormatName
+from training_run.adapters.reading import read_adapter_of
 from training_run.commands.command_line import CommandParser
 from training_run.records.terminal_text import memory, print_line
 

@@ -17,17 +17,6 @@ from msgspec import Struct
 from attachments.files.gguf import SUFFIX
 from attachments.files.gguf_header import read_header as read_gguf_header
 from clotho.extension import Door
-from clotho.models.adapter_formats import (
-    MLX,
-    PEFT,
-    AdapterFormat,
-    MlxLmConfig,
-    PeftConfig,
-    config_type,
-    place_of,
-    stacked_module,
-)
-from clotho.models.adapters import reached_share, recorded_base
 from clotho.models.experts import experts_per_token
 from clotho.models.loading import PACKAGE, find_model
 from clotho.models.model_files import (
@@ -43,6 +32,17 @@ from clotho.storage.adapters import CONFIG
 from protocols.checkpoint import RunState
 from protocols.errors import ModelError, RunDirectoryError, disk_errors_as, visible
 from protocols.evaluation import Estimate
+from training_run.adapters.contents import reached_share, recorded_base
+from training_run.adapters.formats import (
+    MLX,
+    PEFT,
+    AdapterFormat,
+    MlxLmConfig,
+    PeftConfig,
+    config_type,
+    place_of,
+    stacked_module,
+)
 from training_run.directory.best_checkpoint import read_best
 from training_run.directory.checkpoint_parts import CheckpointParts
 from training_run.directory.checkpoints import (

@@ -18,12 +18,12 @@ from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
 from msgspec import Struct, structs
 
 from attachments.files.merging import Change
-from clotho.models.adapter_formats import TENSORS_OF
-from clotho.models.adapters import Adapter
 from clotho.models.experts import EXPERT_LINEAR
 from clotho.models.loading import find_model, open_base
 from clotho.models.stages import recorded_stages
 from clotho.settings.model import ModelSection
+from training_run.adapters.contents import Adapter
+from training_run.adapters.formats import TENSORS_OF
 
 LEAST_KL = 1e-7
 """A mean KL divergence below this is rounding of float32."""

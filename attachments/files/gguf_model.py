@@ -27,10 +27,10 @@ from attachments.files.gguf import (
 from attachments.files.gguf_names import KINDS, GgufArchitecture, architecture_of, gguf_names, heads_key
 from attachments.files.gguf_vocabulary import add_tokenizer, require_same_tokens
 from attachments.files.merging import MergeSettings, Packing, Weights, full_weight, stored_dtype, with_adapter
-from clotho.models.adapters import Adapter, Base
 from clotho.models.loading import context_length
 from clotho.models.tokenizer import ChatTokenizer
 from protocols.errors import ArtifactError, visible
+from training_run.adapters.contents import Adapter, Base
 
 Kind = gguf.GGMLQuantizationType
 FLOATS = {"float32": Kind.F32, "float16": Kind.F16, "bfloat16": Kind.BF16}

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import gguf
 
 from attachments.files.merging import expert_layer
-from clotho.models.adapter_formats import place_of
 from protocols.errors import ArtifactError, visible
+from training_run.adapters.formats import place_of
 
 
 class GgufArchitecture(NamedTuple):

@@ -31,14 +31,14 @@ from attachments.files.merging import (
 )
 from clotho.data.problems import ProblemColumns, conversation, load_problems
 from clotho.data.records import Source
-from clotho.models.adapter_reading import read_adapter_of
-from clotho.models.adapters import Adapter
 from clotho.models.loading import open_stored, quantize_base
 from clotho.models.model_files import BITS, GROUP_SIZES
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.settings.model import ModelSection, QuantizeAtLoad
 from clotho.storage.atomic_files import replace_file
 from protocols.errors import ArtifactError, ProfileError
+from training_run.adapters.contents import Adapter
+from training_run.adapters.reading import read_adapter_of
 from training_run.commands.command_line import CommandParser
 from training_run.profile.data import DataSection
 from training_run.profile.generators import Generators, prefix_of

@@ -25,13 +25,13 @@ import numpy as np
 from msgspec import Struct
 
 from attachments.files.gguf_tokenizer import gguf_tokenizer
-from clotho.models.adapter_formats import MIXTRAL_LAYERS
-from clotho.models.adapters import Adapter
 from clotho.models.loading import DTYPES
 from clotho.models.parameters import Arrays, flat
 from clotho.storage.atomic_files import FileDigest, write_file
 from clotho.storage.tensors import CODES, StoredTensor, as_stored
 from protocols.errors import ArtifactError
+from training_run.adapters.contents import Adapter
+from training_run.adapters.formats import MIXTRAL_LAYERS
 
 ModelFormat = Literal["mlx", "hf", "gguf"]
 

@@ -12,8 +12,8 @@ from huggingface_hub import EvalResult, ModelCardData
 from msgspec import Struct
 
 from clotho import __version__
-from clotho.models.adapter_formats import LABELS
 from protocols.evaluation import EvalReport
+from training_run.adapters.formats import LABELS
 from training_run.records.evaluation_history import read_evaluations
 from training_run.records.held_out_rows import rows
 

@@ -17,10 +17,10 @@ from rich.text import Text
 
 from attachments.files.model_card import CURVES, card_head, curves, model_card, read_run, usage
 from clotho.data.records import HUB_REPOSITORY
-from clotho.models.adapter_formats import MlxLmConfig, PeftConfig
 from clotho.models.model_files import read_object
 from clotho.storage.adapters import CONFIG
 from protocols.errors import ClothoError, ProfileError, visible
+from training_run.adapters.formats import MlxLmConfig, PeftConfig
 from training_run.commands.command_line import CommandParser
 from training_run.directory.checkpoints import MANIFEST
 from training_run.profile.load import load_profile, resolved_toml

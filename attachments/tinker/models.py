@@ -18,8 +18,6 @@ from attachments.tinker.losses import IMPORTANCE_SAMPLING, CheckedData, loss_of
 from attachments.tinker.sections import TinkerApi
 from attachments.tinker.store import ModelWeights, SavedCheckpoint, TinkerStore
 from clotho.learner import groups_of
-from clotho.models.adapter_reading import FLOAT32_BYTES
-from clotho.models.adapters import adapter_targets
 from clotho.models.experts import configuration_of, experts_per_token
 from clotho.models.loading import DTYPES, computing_dtype
 from clotho.models.lora import linear_modules, module_ranks
@@ -34,6 +32,8 @@ from clotho.storage.adapters import read_adapter
 from clotho.storage.tensors import read_tensors
 from clotho.training.stepwise import StepwiseLearner
 from protocols.sampling import Sampling
+from training_run.adapters.contents import adapter_targets
+from training_run.adapters.reading import FLOAT32_BYTES
 from training_run.memory.activations import SOFT_CAPPED, activation_bytes, attention_heads, block_bytes, logits_bytes
 from training_run.memory.estimate import calls_attention
 from training_run.memory.micro_batch import BlockPass, MicroBatchShape

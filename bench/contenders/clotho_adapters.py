@@ -16,11 +16,11 @@ from bench.contenders.shapes import named_model, random_prompts
 from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
 from bench.shapes import make_policy
 from clotho.inference.engine import DecodeEngine
-from clotho.models.adapter_formats import Matrix, Target
-from clotho.models.adapters import Adapter
 from clotho.settings.engine import EngineSection
 from clotho.settings.server import AdaptersSection
 from protocols.sampling import POLICY, SampleRequest, Sampling
+from training_run.adapters.contents import Adapter
+from training_run.adapters.formats import Matrix, Target
 
 BATCH = "CLOTHO_BENCH_ADAPTERS"
 """Environment variable with the number of adapters in the batch, and `+base` if half of the rows use none."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,7 +20,6 @@ from clotho.inference.kv_format import PLAIN, KVFormat
 from clotho.inference.prefill import RowDecoder
 from clotho.inference.rows import RowAdapter
 from clotho.inference.scheduler import Row
-from clotho.models.adapters import Adapter
 from clotho.models.lora import AdaptedModule
 from clotho.models.policy_model import PolicyModel
 from clotho.settings.engine import EngineSection
@@ -67,15 +67,18 @@ class RowWeights:
         """Return the same weights for a copy of the model, which may belong to another thread."""
         return self
 
-    def read(self, path: Path, model: str) -> Adapter:
+    def read(self, path: Path, model: str) -> Any:
         """Read an adapter that the operator names, in any form of `policy.adapter`. model: value of `model.path`.
 
         Raises an error with exit status 2, also for what cannot be served beside the policy.
         """
         raise ProfileError(f"--adapter: {path}: {self._refusal}")
 
-    def load(self, name: str, contents: Adapter, *, protected: Collection[str]) -> None:
-        """Load an adapter before the first request. protected: names that it does not evict. Raises as `read`."""
+    def load(self, name: str, contents: Any, *, protected: Collection[str]) -> None:
+        """Load what `read` has returned, before the first request. Raises as `read`.
+
+        protected: names that it does not evict.
+        """
         raise ProfileError(f"--adapter: {name}: {self._refusal}")
 
     @property

@@ -15,11 +15,11 @@ from bench.contenders.http_clients import Load, first_token_seconds, throughput
 from bench.contenders.http_model import write_adapter, write_model
 from bench.contenders.shapes import EMBEDDED
 from bench.studies import overlap
-from clotho.models.adapter_reading import read_adapter
-from clotho.models.adapters import adapter_targets
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.settings.server import AdaptersSection
 from tests.bench.fake_server import fake_server
+from training_run.adapters.contents import adapter_targets
+from training_run.adapters.reading import read_adapter
 
 ONE_REQUEST = Load(clients=3, tokens=8, answers=1)
 

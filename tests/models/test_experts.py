@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from mlx_lm.tuner.lora import LoRASwitchLinear
 
-from clotho.models.adapters import adapter_targets, reached_share
 from clotho.models.experts import EXPERTS, configuration_of, expert_load, experts_per_token, router_names
 from clotho.models.lora import install_adapter, linear_modules
 from clotho.models.module_calls import watched_calls
@@ -17,6 +16,7 @@ from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.settings.model import Lora
 from tests.small_models import tiny
+from training_run.adapters.contents import adapter_targets, reached_share
 
 MIXTURES = {
     "qwen3_moe": {"mlp.gate"},

@@ -235,6 +235,6 @@ def test_an_update_without_a_token_has_neutral_metrics() -> None:
     """Ratios, shares and the step scale are 1, what has no value is null, and the rest is 0."""
     coefficients = LossCoefficients(kl_beta=0.25, entropy_coef=0.5)
     metrics = MetricTotals().metrics(tokens=0, learning_rate=0.125, loss_coefficients=coefficients, steps=0)
-    ones = {name: 1.0 for name in ("ratio_mean", "ess", "completion_ess", "step_scale")}
+    ones = dict.fromkeys(("ratio_mean", "ess", "completion_ess", "step_scale"), 1.0)
     given = {"learning_rate": 0.125, "kl_beta": 0.25, "entropy_coef": 0.5}
     assert {name: value for name, value in asdict(metrics).items() if value} == ones | given

@@ -12,9 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from clotho.models.adapter_formats import MlxLmConfig, config_type, is_named, place_of
-from clotho.models.adapter_reading import listed, read_adapter_of
-from clotho.models.adapters import Adapter
 from clotho.models.loading import is_local
 from clotho.models.model_files import read_object
 from clotho.settings.keys import shown
@@ -23,6 +20,9 @@ from clotho.settings.model import Lora
 from clotho.storage.adapters import CONFIG, read_adapter_config
 from protocols.checkpoint import AdapterConfig
 from protocols.errors import ArtifactError, ClothoError, ModelError, ProfileError, visible
+from training_run.adapters.contents import Adapter
+from training_run.adapters.formats import MlxLmConfig, config_type, is_named, place_of
+from training_run.adapters.reading import listed, read_adapter_of
 from training_run.directory.checkpoints import MANIFEST
 from training_run.directory.run_paths import find_checkpoint, split_step
 from training_run.profile.load import merge

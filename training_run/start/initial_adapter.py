@@ -7,9 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from clotho.models.adapter_formats import TENSOR_FILES
-from clotho.models.adapter_reading import listed, read_adapter_of
-from clotho.models.adapters import Adapter, Floats
 from clotho.models.parameters import as_parameters, fingerprint, flat, nested
 from clotho.models.policy import Policy
 from clotho.storage.adapters import TENSORS, read_adapter_config, tensor_problems, unpad_ranks
@@ -18,6 +15,9 @@ from clotho.storage.atomic_files import digest_file
 from clotho.storage.tensors import read_tensors
 from protocols.checkpoint import AdapterConfig, Origin
 from protocols.errors import CheckpointError, ClothoError, ModelError
+from training_run.adapters.contents import Adapter, Floats
+from training_run.adapters.formats import TENSOR_FILES
+from training_run.adapters.reading import listed, read_adapter_of
 from training_run.directory.checkpoints import read_state
 from training_run.directory.run_directory import read_run_id
 from training_run.directory.run_paths import run_of

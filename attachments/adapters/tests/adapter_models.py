@@ -14,13 +14,13 @@ from safetensors.numpy import save_file
 
 from attachments.adapters.adapter_weights import EngineAdapters
 from clotho.inference.engine import DecodeEngine
-from clotho.models.adapter_formats import Target
-from clotho.models.adapters import adapter_targets
 from clotho.settings.server import AdaptersSection
 from protocols.sampling import Completion
 from tests import model_lanes
 from tests.inference.engine_helpers import ENGINE, full_logits, log_softmax
 from tests.small_models import FixedSource, tiny
+from training_run.adapters.contents import adapter_targets
+from training_run.adapters.formats import Target
 
 ATTENTION_ONLY = ("q_proj", "v_proj")
 LIMITS = AdaptersSection()

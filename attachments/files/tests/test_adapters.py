@@ -20,10 +20,10 @@ from attachments.files.merging import MergeSettings
 from attachments.files.tests import hub_models
 from attachments.files.tests.hub_models import logits
 from attachments.files.tests.test_convert import TENSORS, adapter, set_config
-from clotho.models.adapter_formats import FormatName
-from clotho.models.adapter_reading import read_adapter, read_adapter_of
-from clotho.models.adapters import adapter_targets
 from protocols.errors import AdapterRequestError, ArtifactError, ProfileError
+from training_run.adapters.contents import adapter_targets
+from training_run.adapters.formats import FormatName
+from training_run.adapters.reading import read_adapter, read_adapter_of
 from training_run.start.adapter_settings import adapter_values
 
 HEAD, NORM, EMBEDDINGS = "lm_head.weight", "model.layers.1.input_layernorm.weight", "model.embed_tokens.weight"

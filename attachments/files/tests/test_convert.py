@@ -24,7 +24,6 @@ from attachments.files.gguf import half_rotation
 from attachments.files.tests import hub_models
 from attachments.files.tests.gguf_files import TOKENS_1_T, build, byte_level, write
 from attachments.files.tests.hub_models import SHAPES, logits
-from clotho.models.adapter_formats import FormatName, quotient
 from clotho.models.policy import load_policy
 from clotho.settings.model import ModelSection
 from clotho.storage.adapters import write_adapter
@@ -32,8 +31,9 @@ from clotho.storage.tensors import read_tensors
 from protocols.errors import ArtifactError
 from tests.damaged_files import read_damaged
 from tests.learner_settings import policy_settings
-from tests.models.test_adapters import write_raw
+from tests.training_run.adapters.test_adapters import write_raw
 from training_run.__main__ import main
+from training_run.adapters.formats import FormatName, quotient
 
 Q = "model.layers.0.self_attn.q_proj"
 TENSORS = {"mlx": "adapters.safetensors", "peft": "adapter_model.safetensors"}

@@ -1,8 +1,8 @@
 """Adapters of every format, read from a path and validated before memory is allocated.
 
-`clotho/models/adapter_formats.py` defines the formats. A directory is foreign: links are not followed, sizes and names
+`training_run/adapters/formats.py` defines the formats. A directory is foreign: links are not followed, sizes and names
 are compared with the model from the header of the file, and values must be finite. Everything is NumPy, so any thread
-can read an adapter. The library reads the adapters of mlx-lm and PEFT beside a model, and those of mlx-lm, which a run
+can read an adapter. Adapters of mlx-lm and PEFT are read beside a model, and those of mlx-lm, which a run
 writes, from any path; the table of adapter formats has what reads the others from any path.
 """
 
@@ -21,7 +21,12 @@ import numpy as np
 from msgspec.structs import replace
 
 from clotho.extension import TableDoor, provided
-from clotho.models.adapter_formats import (
+from clotho.models.model_files import TensorHeader, one_line, read_header
+from clotho.settings.server import AdaptersSection
+from clotho.storage.adapters import CONFIG, RANK_AXES
+from protocols.errors import AdapterRequestError, ArtifactError, ModelError, visible
+from training_run.adapters.contents import Adapter, Base, Floats, open_base_model, recorded_base
+from training_run.adapters.formats import (
     DTYPES,
     GGUF,
     LABELS,
@@ -41,11 +46,6 @@ from clotho.models.adapter_formats import (
     parse_config,
     stacked_module,
 )
-from clotho.models.adapters import Adapter, Base, Floats, open_base_model, recorded_base
-from clotho.models.model_files import TensorHeader, one_line, read_header
-from clotho.settings.server import AdaptersSection
-from clotho.storage.adapters import CONFIG, RANK_AXES
-from protocols.errors import AdapterRequestError, ArtifactError, ModelError, visible
 
 MAX_CONFIG_BYTES = 2**20
 MAX_HEADER_BYTES = 16 * 2**20
@@ -314,7 +314,7 @@ Raises ArtifactError, AdapterRequestError or ModelError.
 """
 
 ADAPTER_FORMATS: TableDoor[str] = TableDoor(
-    "library.ADAPTER_FORMATS", {"gguf": "files", "npz": "files", "peft": "files"}
+    "attachment.ADAPTER_FORMATS", {"gguf": "files", "npz": "files", "peft": "files"}
 )
 """What reads adapters of each format: `module:name` of a `ReadAdapter`."""
 

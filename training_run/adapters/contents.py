@@ -15,13 +15,13 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from clotho.models.adapter_formats import FormatName, Target, place_of
 from clotho.models.experts import EXPERT_LINEAR
 from clotho.models.loading import find_model, is_local, open_base
 from clotho.models.lora import LINEAR, AdaptedModule, widths
 from clotho.settings.model import ModelSection
 from protocols.checkpoint import AdapterKind, BaseQuantization
 from protocols.errors import ArtifactError, ModelError
+from training_run.adapters.formats import FormatName, Target, place_of
 
 Floats = NDArray[np.float32]
 

@@ -15,13 +15,13 @@ from msgspec.structs import replace
 from safetensors.numpy import save_file
 
 from attachments.adapters.tests.adapter_models import random_matrices, write_mlx_adapter
-from clotho.models.adapter_formats import Target, place_of
-from clotho.models.adapter_reading import read_adapter
-from clotho.models.adapters import Adapter, adapter_targets, recorded_base
 from clotho.settings.server import AdaptersSection
 from protocols.errors import AdapterRequestError
 from tests.saved_models import save
 from tests.small_models import tiny
+from training_run.adapters.contents import Adapter, adapter_targets, recorded_base
+from training_run.adapters.formats import Target, place_of
+from training_run.adapters.reading import read_adapter
 
 LIMITS = AdaptersSection(max_bytes=2**24, max_rank=16)
 Change = Callable[[Path], object]

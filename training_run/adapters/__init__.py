@@ -1,0 +1,1 @@
+"""Files of adapters: formats, reading with validation, and an adapter in memory."""
