@@ -28,6 +28,7 @@ PAGES = {
     "environments": "docs/atropos.md",
     "curriculum": "docs/datasets.md",
     "warm_up": "docs/sft.md",
+    "learnability": "docs/doctor.md",
     "soak": "docs/reliability.md",
     "remote": "docs/remote.md",
     "decode": TABLES,

@@ -23,7 +23,6 @@ from random import Random
 from bench.fingerprint import ROOT
 from bench.runs import Record
 from bench.studies import warm_up
-from bench.studies.curriculum import long_multiplication
 from bench.studies.runner import Arm, Study, Trial, column, conditions, merged, run_study
 from bench.tables import markdown, number
 from profiles.embedded_maker import __main__ as embedded
@@ -31,7 +30,7 @@ from profiles.embedded_maker.problems import KINDS
 from profiles.maker.problem import Generator, Problem, make_problems, write_problems
 from profiles.times_table_maker import __main__ as times_table
 from profiles.times_table_maker.demonstrations import is_known
-from profiles.times_table_maker.problems import ROWS, draw_kind, factors
+from profiles.times_table_maker.problems import ROWS, draw_kind, factors, long_multiplication
 
 NAME = "learnability"
 MADE = "runs/learnability"

@@ -261,7 +261,9 @@ def standard_values(record: Record) -> tuple[tuple[Point, ...], dict[str, float]
     """
     steps, began, size = record.metrics, training_began(record.metrics), record.profile["sampling"]["group_size"]
     kinds = [stage["kind"] for stage in record.profile.get("stages", ())]
-    by_stage = {number: size if kind in SAMPLED else 0 for number, kind in enumerate(kinds, start=1)}
+    by_stage: dict[int | None, int] = {
+        number: size if kind in SAMPLED else 0 for number, kind in enumerate(kinds, start=1)
+    }
     seconds, rollouts, total = {0: 0.0}, {0: 0}, 0
     for line in steps:
         sampled = by_stage.get(line.get("stages/stage"), size)

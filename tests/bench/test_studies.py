@@ -39,7 +39,7 @@ from training_run.profile.load import load_profile
 from training_run.profile.schema import Profile
 
 STUDIES: tuple[Any, ...] = (
-    learning, methods, curriculum, gym, environments, speculation, warm_up
+    learning, methods, curriculum, gym, environments, learnability, speculation, warm_up
 )  # fmt: skip
 ARMS = [(module.STUDY, arm) for module in (*STUDIES, proof) for arm in module.STUDY.arms]
 
