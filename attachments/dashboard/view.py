@@ -86,7 +86,7 @@ def written(groups: Sequence[tuple[int, int]], path: Path) -> str:
 def require_run(path: Path) -> Path:
     """Return the path of a run directory. Raises RunDirectoryError for any other path, with the most similar run."""
     try:
-        own = () if (path / MANIFEST).is_file() else ("profile.toml", *sorted(LINES))  # a checkpoint is no run
+        own = () if (path / MANIFEST).is_file() else ("profile.toml", *LINES)  # a checkpoint is no run
         if any((path / name).is_file() for name in own):
             return path
         beside = list(path.parent.iterdir()) if path.parent.is_dir() else []

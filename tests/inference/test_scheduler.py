@@ -150,6 +150,13 @@ def test_long_rows_take_no_rows_of_others() -> None:
     assert [one.active.request_id for one in scheduler.admit(loads)] == [1]
 
 
+def test_a_row_joins_the_long_rows_at_once_only_if_its_tokens_fit() -> None:
+    """Beside short rows that hold most of the cache, it waits in the queue."""
+    scheduler = make_scheduler(max_num_seqs=8, kv_cache_tokens=1000)
+    assert scheduler.has_room_for_long(400, Loads())
+    assert not scheduler.has_room_for_long(400, Loads(Load(4, 200)))
+
+
 def test_a_share_of_0_prefers_clients_always() -> None:
     """A share of 1 leaves clients one row."""
     for share, expected in ((0.0, [1, 2, 3, 4]), (1.0, [1, 9, 2, 3])):

@@ -7,7 +7,7 @@ import unicodedata
 import pytest
 
 from protocols import errors
-from protocols.errors import INVISIBLE, JOINER, visible
+from protocols.errors import INVISIBLE, JOINER, as_exception, visible
 
 STATUS_1 = {
     "ClothoError", "RequestError", "GenerationError", "ParityError", "RemoteError", "RankError", "DivergenceError",
@@ -64,3 +64,11 @@ def test_a_mistake_of_the_user_has_the_exit_status_2() -> None:
         classes += [child for child in one.__subclasses__() if child.__module__ == errors.__name__]
     assert set(statuses.values()) == {1, 2}
     assert {name for name, status in statuses.items() if status == 1} == STATUS_1
+
+
+def test_an_error_that_would_end_the_event_loop_becomes_one_that_it_causes() -> None:
+    """Any other stays what it is."""
+    end, error = SystemExit(3), ValueError("own")
+    replacement = as_exception(end)
+    assert (type(replacement), str(replacement), replacement.__cause__) == (RuntimeError, "SystemExit: 3", end)
+    assert as_exception(error) is error
