@@ -137,13 +137,12 @@ def encoder_of(settings: DistillationSection) -> Encode:
 async def teacher_of(run: RunContext) -> tuple[GroupTeacher, TeacherPrompts]:
     """Return the teacher of a run, and what it reads. Raises ModelError, and ProfileError for its server."""
     settings, data = DISTILLATION.of(run.profile), run.profile.data
-    top = settings.top_k if settings.loss == "forward_kl" else 0
     if settings.is_own:
         from attachments.distillation.own_teacher import HintedPrompts, OwnTeacher
 
         context = run.policy.context_length
         prompts = HintedPrompts(settings.hint, run.policy.tokenizer, system=data.system, context_length=context)
-        return OwnTeacher(run.sampler, top=top), prompts
+        return OwnTeacher(run.sampler, top=settings.alternatives), prompts
     if settings.is_served:
         from attachments.distillation.served_teacher import ServedTeacher
 
@@ -153,7 +152,7 @@ async def teacher_of(run: RunContext) -> tuple[GroupTeacher, TeacherPrompts]:
     teacher = await load_teacher(
         settings.teacher,
         run.compute,
-        top=top,
+        top=settings.alternatives,
         micro_batch_tokens=run.profile.learner.micro_batch_tokens,
         turn_seconds=run.profile.learner.max_turn_ms / 1000.0,
     )

@@ -47,6 +47,11 @@ class DistillationSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     )
 
     @property
+    def alternatives(self) -> int:
+        """Number of the teacher's best tokens that the loss needs at each position."""
+        return self.top_k if self.loss == "forward_kl" else 0
+
+    @property
     def is_own(self) -> bool:
         """Whether the policy itself is the teacher."""
         return self.teacher == POLICY

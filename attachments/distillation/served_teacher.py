@@ -69,7 +69,7 @@ class ServedTeacher:
             )
         base = settings.teacher.rstrip("/")
         self._url = f"{base if base.endswith('/v1') else f'{base}/v1'}/completions"
-        self._settings, self._top = settings, settings.top_k if settings.loss == "forward_kl" else 0
+        self._settings, self._top = settings, settings.alternatives
         self._client: dict[str, Any] = {
             "headers": {"authorization": f"Bearer {self._key}"} if self._key else {},
             "timeout": settings.timeout_seconds,
