@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from gguf import GGUFReader
+from gguf import GGML_QUANT_VERSION, GGUFReader
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
@@ -181,6 +181,7 @@ def test_rows_without_a_token_get_unused_tokens(tmp_path: Path) -> None:
     """llama.cpp needs as many tokens as the embeddings have rows."""
     base = gguf_bases.save(tmp_path / "base", byte_level("smollm"), vocab_size=320)
     fields = GGUFReader(merged(base, tmp_path)).fields
+    assert fields["general.quantization_version"].contents() == GGML_QUANT_VERSION
     tokens, kinds = (fields[f"tokenizer.ggml.{key}"].contents() for key in ("tokens", "token_type"))
     assert len(tokens) == len(kinds) == len(set(tokens)) == 320
     assert kinds[300:] == [5] * 20

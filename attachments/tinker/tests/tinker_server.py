@@ -162,7 +162,7 @@ class Client:
         while True:
             answer = self.respond("retrieve_future", request_id=promise["request_id"])
             if answer.status_code != 408:
-                assert answer.status_code == 200, answer.text
+                assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json"), answer.text
                 found: dict[str, Any] = answer.json()
                 return found
 
