@@ -26,6 +26,8 @@ PAGES = {
     "methods": "docs/numerics-internals.md",
     "rounding": "docs/numerics.md",
     "environments": "docs/atropos.md",
+    "agents": "docs/agents.md",
+    "turns": "docs/agents.md",
     "curriculum": "docs/datasets.md",
     "warm_up": "docs/sft.md",
     "learnability": "docs/doctor.md",

@@ -105,8 +105,9 @@ STUDY = Study(
     ),
     note=(
         "Greedy accuracy on held-out problems: 256 chains of calls, 32 games of Wordle, 42 games with a name that was "
-        "not trained on. Medians over the seeds, with lowest and highest. The processor time includes evaluations "
-        "within the run, and excludes the process of the HTTP agent."
+        "not trained on. The HTTP agent trains with four of the six things of these games. Medians over seeds, with "
+        "lowest and highest. The processor time includes evaluations within the run, and excludes the process of the "
+        "HTTP agent."
     ),
 )
 read, table, main = STUDY.read, STUDY.table, partial(run_study, STUDY)

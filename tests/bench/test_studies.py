@@ -16,6 +16,7 @@ from attachments.reasoning_gym.sections import TABLES
 from bench import learning
 from bench.runs import Record
 from bench.studies import (
+    agents,
     curriculum,
     environments,
     gym,
@@ -39,7 +40,7 @@ from training_run.profile.load import load_profile
 from training_run.profile.schema import Profile
 
 STUDIES: tuple[Any, ...] = (
-    learning, methods, curriculum, gym, environments, learnability, speculation, warm_up
+    learning, methods, curriculum, gym, environments, agents, learnability, speculation, warm_up
 )  # fmt: skip
 ARMS = [(module.STUDY, arm) for module in (*STUDIES, proof) for arm in module.STUDY.arms]
 
