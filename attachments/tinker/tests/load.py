@@ -1,7 +1,7 @@
 """Load of a server in a process of its own: many programs at once, and sampling beside the native route.
 
     python -m attachments.tinker.tests.load programs [SECONDS]
-    python -m attachments.tinker.tests.load rates [ROUNDS]
+    python -m attachments.tinker.tests.load rates [ROUNDS] [TOKENS]
 
 `programs`: 16 programs sample and 4 train, each its own adapter of the embedded policy. Then the server is killed, and
 a second one continues from what was saved. `rates`: 64 concurrent calls of the SDK and 64 of /v1/completions take
@@ -30,7 +30,7 @@ from attachments.tinker.tests.tinker_server import Client, datum, logprobs_of, p
 EMBEDDED = Path(__file__).parents[3] / "profiles" / "embedded"
 TOKENS = [3, 9, 12, 7, 20, 5, 30, 31, 32]
 DATA = [datum(TOKENS)] * 4
-CALLS, LENGTH = 64, 64
+CALLS = 64
 
 
 class Programs:
@@ -121,10 +121,10 @@ def programs(seconds: float) -> None:
             client.http.close()
 
 
-def rates(rounds: int) -> None:
+def rates(rounds: int, length: int) -> None:
     """Measure tokens per second, and processor seconds of server and client, of both routes in turn."""
     with TemporaryDirectory() as scratch, process(EMBEDDED, Path(scratch)) as (running, url):
-        routes = {"sdk": sdk_calls(url), "native": native_calls(url)}
+        routes = {"sdk": sdk_calls(url, length), "native": native_calls(url, length)}
         both = psutil.Process(running.pid), psutil.Process()
         found = defaultdict[str, list[list[float]]](list)
         for number in range(rounds + 1):
@@ -143,7 +143,7 @@ def rates(rounds: int) -> None:
         show(**medians, sdk_to_native=shares)
 
 
-def sdk_calls(url: str) -> Callable[[], int]:
+def sdk_calls(url: str, length: int) -> Callable[[], int]:
     """Return what makes concurrent calls of the SDK, and returns the number of tokens that came back."""
     import tinker
     from tinker import types
@@ -153,7 +153,7 @@ def sdk_calls(url: str) -> Callable[[], int]:
         base_model=service.get_server_capabilities().supported_models[0].model_name
     )
     sampler = sampler.result() if hasattr(sampler, "result") else sampler
-    params = types.SamplingParams(max_tokens=LENGTH, stop=[])
+    params = types.SamplingParams(max_tokens=length, stop=[])
 
     def calls() -> int:
         futures = [sampler.sample(types.ModelInput.from_ints([*TOKENS, i]), 1, params) for i in range(CALLS)]
@@ -162,7 +162,7 @@ def sdk_calls(url: str) -> Callable[[], int]:
     return calls
 
 
-def native_calls(url: str) -> Callable[[], int]:
+def native_calls(url: str, length: int) -> Callable[[], int]:
     """Return what makes concurrent requests of /v1/completions."""
     client, threads = (
         httpx.Client(base_url=url, timeout=600, limits=httpx.Limits(max_connections=CALLS)),
@@ -172,7 +172,7 @@ def native_calls(url: str) -> Callable[[], int]:
     def call(i: int) -> int:
         body = {
             "prompt": [*TOKENS, i],
-            "max_tokens": LENGTH,
+            "max_tokens": length,
             "ignore_eos": True,
             "logprobs": 0,
             "return_token_ids": True,
@@ -188,7 +188,8 @@ def main(arguments: Sequence[str]) -> None:
     if name == "programs":
         programs(float(rest[0]) if rest else 600.0)
     else:
-        rates(int(rest[0]) if rest else 5)
+        rounds, length = map(int, (rest + ["5", "64"][len(rest) :]))
+        rates(rounds, length)
 
 
 if __name__ == "__main__":

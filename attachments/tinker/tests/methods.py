@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 os.environ["TINKER_TELEMETRY"] = "0"
 os.environ["TINKER_PROJECT_ID"] = "default"
+os.environ["TINKER_API_KEY"] = "tml-methods"
 
 TOKENS = [3, 9, 12, 7, 20, 5]
 
@@ -53,9 +54,6 @@ class Clients(NamedTuple):
     model: str
 
 
-Call = Callable[[Clients], Any]
-
-
 def settled(value: Any) -> Any:
     """Return what a method returns, or what its future gets."""
     return value.result() if hasattr(value, "result") else value
@@ -86,115 +84,63 @@ def removable(c: Clients, name: str) -> str:
     return str(settled(c.training.save_state(name)).path)
 
 
-def service_calls() -> Mapping[str, Call]:
-    """Return a call of each method of ServiceClient that is not excluded."""
-    return {
-        "ServiceClient.get_server_capabilities": lambda c: c.service.get_server_capabilities(),
-        "ServiceClient.create_lora_training_client": lambda c: c.service.create_lora_training_client(c.model, rank=2),
-        "ServiceClient.create_training_client_from_state": lambda c: c.service.create_training_client_from_state(
-            c.state
-        ),
-        "ServiceClient.create_training_client_from_state_with_optimizer": (
-            lambda c: c.service.create_training_client_from_state_with_optimizer(c.state)
-        ),
-        "ServiceClient.create_sampling_client": lambda c: c.service.create_sampling_client(model_path=c.weights),
-        "ServiceClient.create_rest_client": lambda c: c.service.create_rest_client(),
-        "ServiceClient.copy_weights": lambda c: c.service.copy_weights(c.state),
-        "ServiceClient.close": lambda c: c.service.close("success"),
-    }
+OF = {"ServiceClient": "service", "TrainingClient": "training", "SamplingClient": "sampling", "RestClient": "rest"}
+"""The object of `Clients` that has the methods of a class."""
 
 
-def training_calls() -> Mapping[str, Call]:
-    """Return a call of each method of TrainingClient that is not excluded."""
+def arguments() -> Mapping[str, Callable[[Clients], tuple[Any, ...]]]:
+    """Return the arguments of each method that is called with any."""
     from tinker import types
 
-    adam = types.AdamParams(learning_rate=1e-3)
+    params, adam = types.SamplingParams(max_tokens=4), types.AdamParams(learning_rate=1e-3)
+    batch = (data(), "cross_entropy")
+    state: Callable[[Clients], tuple[Any, ...]] = lambda c: (c.state,)  # noqa: E731
+    run: Callable[[Clients], tuple[Any, ...]] = lambda c: (run_of(c),)  # noqa: E731
     return {
-        "TrainingClient.forward": lambda c: c.training.forward(data(), "cross_entropy"),
-        "TrainingClient.forward_backward": lambda c: c.training.forward_backward(data(), "cross_entropy"),
-        "TrainingClient.optim_step": lambda c: c.training.optim_step(adam),
-        "TrainingClient.save_state": lambda c: c.training.save_state("again"),
-        "TrainingClient.load_state": lambda c: c.training.load_state(c.state),
-        "TrainingClient.load_state_with_optimizer": lambda c: c.training.load_state_with_optimizer(c.state),
-        "TrainingClient.save_weights_for_sampler": lambda c: c.training.save_weights_for_sampler("other"),
-        "TrainingClient.save_weights_and_get_sampling_client": (
-            lambda c: c.training.save_weights_and_get_sampling_client()
-        ),
-        "TrainingClient.create_sampling_client": lambda c: c.training.create_sampling_client(c.weights),
-        "TrainingClient.save_weights_external": lambda c: c.training.save_weights_external("external"),
-        "TrainingClient.get_info": lambda c: c.training.get_info(),
-        "TrainingClient.get_tokenizer": lambda c: c.training.get_tokenizer(),
+        "ServiceClient.create_lora_training_client": lambda c: (c.model, 2),
+        "ServiceClient.create_training_client_from_state": state,
+        "ServiceClient.create_training_client_from_state_with_optimizer": state,
+        "ServiceClient.create_sampling_client": lambda c: (c.weights,),
+        "ServiceClient.copy_weights": state,
+        "ServiceClient.close": lambda _: ("success",),
+        "TrainingClient.forward": lambda _: batch,
+        "TrainingClient.forward_backward": lambda _: batch,
+        "TrainingClient.optim_step": lambda _: (adam,),
+        "TrainingClient.save_state": lambda _: ("again",),
+        "TrainingClient.load_state": state,
+        "TrainingClient.load_state_with_optimizer": state,
+        "TrainingClient.save_weights_for_sampler": lambda _: ("other",),
+        "TrainingClient.create_sampling_client": lambda c: (c.weights,),
+        "TrainingClient.save_weights_external": lambda _: ("external",),
+        "SamplingClient.sample": lambda _: (prompt(), 2, params, True),
+        "SamplingClient.compute_logprobs": lambda _: (prompt(),),
+        "SamplingClient.from_sampler_handle": lambda c: (c.sampling.get_sampler_handle(),),
+        "RestClient.get_training_run": run,
+        "RestClient.get_training_run_by_tinker_path": state,
+        "RestClient.get_weights_info_by_tinker_path": state,
+        "RestClient.list_checkpoints": run,
+        "RestClient.delete_checkpoint": lambda c: (removable(c, "one") and run_of(c), "weights/one"),
+        "RestClient.delete_checkpoint_from_tinker_path": lambda c: (removable(c, "two"),),
+        "RestClient.set_checkpoint_ttl_from_tinker_path": lambda c: (c.state, 7200),
+        "RestClient.copy_weights": lambda c: (c.state, "default"),
+        "RestClient.get_checkpoint_archive_url": lambda c: (run_of(c), c.weights.split("/", 3)[3]),
+        "RestClient.get_checkpoint_archive_url_from_tinker_path": lambda c: (c.weights,),
+        "RestClient.get_external_weights_urls": lambda c: (f"tinker://{run_of(c)}/external_weights/x",),
+        "RestClient.publish_checkpoint_from_tinker_path": state,
+        "RestClient.unpublish_checkpoint_from_tinker_path": state,
+        "RestClient.get_session": lambda c: (c.service.holder.get_session_id(),),
+        "RestClient.search_sessions": lambda _: (types.SessionSearchRequest(),),
+        "RestClient.assign_session_project": lambda _: ("s", "p"),
+        "RestClient.export_session_trace": lambda _: ("s",),
+        "RestClient.get_sampler": lambda c: (c.sampling._sampling_session_id,),
     }
 
 
-def sampling_calls() -> Mapping[str, Call]:
-    """Return a call of each method of SamplingClient that is not excluded."""
-    from tinker import types
-    from tinker.lib.public_interfaces.sampling_client import SamplingClient
-
-    params = types.SamplingParams(max_tokens=4)
-    return {
-        "SamplingClient.sample": lambda c: c.sampling.sample(prompt(), 2, params, include_prompt_logprobs=True),
-        "SamplingClient.compute_logprobs": lambda c: c.sampling.compute_logprobs(prompt()),
-        "SamplingClient.get_base_model": lambda c: c.sampling.get_base_model(),
-        "SamplingClient.get_tokenizer": lambda c: c.sampling.get_tokenizer(),
-        "SamplingClient.get_sampler_handle": lambda c: c.sampling.get_sampler_handle(),
-        "SamplingClient.from_sampler_handle": (
-            lambda c: SamplingClient.from_sampler_handle(c.sampling.get_sampler_handle(), api_key="tml-x").sample(
-                prompt(), 1, params
-            )
-        ),
-    }
-
-
-def rest_calls() -> Mapping[str, Call]:
-    """Return a call of each method of RestClient that is not excluded."""
-    return {
-        "RestClient.get_server_capabilities": lambda c: c.rest.get_server_capabilities(),
-        "RestClient.get_training_run": lambda c: c.rest.get_training_run(run_of(c)),
-        "RestClient.get_training_run_by_tinker_path": lambda c: c.rest.get_training_run_by_tinker_path(c.state),
-        "RestClient.get_weights_info_by_tinker_path": lambda c: c.rest.get_weights_info_by_tinker_path(c.state),
-        "RestClient.list_training_runs": lambda c: c.rest.list_training_runs(),
-        "RestClient.list_checkpoints": lambda c: c.rest.list_checkpoints(run_of(c)),
-        "RestClient.list_user_checkpoints": lambda c: c.rest.list_user_checkpoints(),
-        "RestClient.delete_checkpoint": (
-            lambda c: removable(c, "one") and c.rest.delete_checkpoint(run_of(c), "weights/one")
-        ),
-        "RestClient.delete_checkpoint_from_tinker_path": (
-            lambda c: c.rest.delete_checkpoint_from_tinker_path(removable(c, "two"))
-        ),
-        "RestClient.set_checkpoint_ttl_from_tinker_path": (
-            lambda c: c.rest.set_checkpoint_ttl_from_tinker_path(c.state, 7200)
-        ),
-        "RestClient.copy_weights": lambda c: c.rest.copy_weights(c.state, "default"),
-        "RestClient.get_checkpoint_archive_url": (
-            lambda c: c.rest.get_checkpoint_archive_url(run_of(c), c.weights.split("/", 3)[3])
-        ),
-        "RestClient.get_checkpoint_archive_url_from_tinker_path": (
-            lambda c: c.rest.get_checkpoint_archive_url_from_tinker_path(c.weights)
-        ),
-        "RestClient.get_external_weights_urls": lambda c: c.rest.get_external_weights_urls(
-            f"tinker://{run_of(c)}/external_weights/x"
-        ),
-        "RestClient.publish_checkpoint_from_tinker_path": (
-            lambda c: c.rest.publish_checkpoint_from_tinker_path(c.state)
-        ),
-        "RestClient.unpublish_checkpoint_from_tinker_path": (
-            lambda c: c.rest.unpublish_checkpoint_from_tinker_path(c.state)
-        ),
-        "RestClient.get_session": lambda c: c.rest.get_session(c.service.holder.get_session_id()),
-        "RestClient.list_sessions": lambda c: c.rest.list_sessions(),
-        "RestClient.search_sessions": lambda c: c.rest.search_sessions(_search()),
-        "RestClient.assign_session_project": lambda c: c.rest.assign_session_project("s", "p"),
-        "RestClient.export_session_trace": lambda c: c.rest.export_session_trace("s"),
-        "RestClient.get_sampler": (lambda c: c.rest.get_sampler(c.sampling._sampling_session_id)),
-    }
-
-
-def _search() -> Any:
-    from tinker import types
-
-    return types.SessionSearchRequest()
+def call(name: str, given: Clients) -> Any:
+    """Call a method, and return what it returns or what its future gets."""
+    kind, _, method = name.partition(".")
+    found = arguments().get(name, lambda _: ())(given)
+    return settled(getattr(getattr(given, OF[kind]), method)(*found))
 
 
 def public_methods() -> Iterator[str]:
@@ -216,7 +162,7 @@ def clients(url: str) -> Iterator[Clients]:
     import tinker
     from tinker import types
 
-    service = tinker.ServiceClient(base_url=url, api_key="tml-methods")
+    service = tinker.ServiceClient(base_url=url)
     model = str(service.get_server_capabilities().supported_models[0].model_name)
     training = settled(service.create_lora_training_client(model, rank=4, seed=1))
     settled(training.forward_backward(data(), "cross_entropy"))
@@ -226,10 +172,10 @@ def clients(url: str) -> Iterator[Clients]:
     yield Clients(service, training, sampling, service.create_rest_client(), state, weights, model)
 
 
-def outcome(call: Call, given: Clients) -> str:
+def outcome(name: str, given: Clients) -> str:
     """Return `served`, or the reason of the refusal."""
     try:
-        found = settled(call(given))
+        found = call(name, given)
     except Exception as error:
         body = getattr(error, "body", None)
         reason = body["error"]["message"] if isinstance(body, dict) and "error" in body else f"{error}"
@@ -241,11 +187,10 @@ def outcome(call: Call, given: Clients) -> str:
 def outcomes(url: str) -> dict[str, str]:
     """Call every public method of the installed SDK, the end of the session last."""
     found: dict[str, str] = {}
-    known = {**service_calls(), **training_calls(), **sampling_calls(), **rest_calls()}
     with clients(url) as given, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in sorted(public_methods(), key=lambda name: name == "ServiceClient.close"):
-            found[name] = EXCLUDED[name] if name in EXCLUDED else outcome(known[name], given)
+            found[name] = EXCLUDED[name] if name in EXCLUDED else outcome(name, given)
     return found
 
 
