@@ -117,6 +117,15 @@ NEWER: dict[str, dict[str, Any]] = {
         "v_head_dim": 8,
     },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "sliding_window": 8,
+        "sliding_window_pattern": 2,
+        "global_head_dim": 8,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 64,
+    },
 }
 """Architectures that only the tests of whole runs and of their own layers use."""
 
@@ -137,6 +146,7 @@ WIDE: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 128, "intermediat
 WIDER: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3_text": {"query_pre_attn_scalar": 32},
+    "gemma4_text": {"global_head_dim": 32},
     "lfm2": {"block_dim": 128, "block_ff_dim": 320, "full_attn_idxs": [1, 3]},
     "mamba2": {"num_heads": 8, "head_dim": 32, "state_size": 16, "expand": 2},
     "falcon_h1": {"mamba_d_ssm": 256, "mamba_d_state": 16, "mamba_d_head": 32, "mamba_n_heads": 8},

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import _BaseCache
 from msgspec.structs import replace
 
@@ -210,12 +210,16 @@ def checkpointed_blocks(blocks: list[nn.Module]) -> AbstractContextManager[None]
     return with_classes(blocks, lambda cls: checkpointed(cls))
 
 
+ARRAY = object()
+"""In the place of an array in what a block returns."""
+
+
 def _checkpointed_class(cls: type[Any]) -> type[Any]:
     forward = cls.__call__
 
     def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Compute a block, and keep its inputs only."""
-        given = (*args, *kwargs.values())
+        given = [leaf for _, leaf in cast(list[Any], tree_flatten([args, kwargs]))]
         if any(isinstance(arg, _BaseCache) for arg in given):
             return forward(block, *args, **kwargs)
         keys = next((arg for arg in given if isinstance(arg, LayerKeys)), LayerKeys())
@@ -223,8 +227,9 @@ def _checkpointed_class(cls: type[Any]) -> type[Any]:
 
         parameters = flat(block.trainable_parameters())
         P, H = len(parameters), len(keys.held)
+        returned: Any = None  # a block may return other values beside arrays
 
-        def inner(*arrays: mx.array) -> tuple[Any, KeysAndValues]:
+        def inner(*arrays: mx.array) -> tuple[list[mx.array], KeysAndValues]:
             """Compute the block with its parameters, and with keys and values of other blocks, as inputs."""
             block.update(nested(dict(zip(parameters, arrays[:P], strict=True))))
             own, rest = keys.holding(arrays[P : P + H]), iter(arrays[P + H :])  # neither visible to others nor kept
@@ -232,14 +237,19 @@ def _checkpointed_class(cls: type[Any]) -> type[Any]:
             def mine(arg: Any) -> Any:
                 return own if arg is keys else next(rest) if isinstance(arg, mx.array) else arg
 
+            own_args, own_kwargs = tree_map(mine, [args, kwargs])
             with backward_of(number), again(mark):  # without effect in the forward pass
-                output = forward(block, *map(mine, args), **{name: mine(arg) for name, arg in kwargs.items()})
+                output = forward(block, *own_args, **own_kwargs)
+            nonlocal returned
+            returned = tree_map(lambda leaf: ARRAY if isinstance(leaf, mx.array) else leaf, output)
             # New nodes, because returning the same array twice would lose a gradient if a block also returns its keys.
-            return output, tuple(mx.contiguous(array) for array in own.held)
+            found = [leaf for _, leaf in cast(list[Any], tree_flatten(output)) if isinstance(leaf, mx.array)]
+            return found, tuple(mx.contiguous(array) for array in own.held)
 
         inputs = [*parameters.values(), *keys.held, *(arg for arg in given if isinstance(arg, mx.array))]
-        output, keys.held = _recomputed(inner)(*inputs)
-        return output
+        found, keys.held = _recomputed(inner)(*inputs)
+        rest = iter(found)
+        return tree_map(lambda leaf: next(rest) if leaf is ARRAY else leaf, returned)
 
     return called(cls, call)
 

@@ -16,7 +16,10 @@ from clotho.models.policy_model import checkpointed_blocks
 
 
 class Block(nn.Module):
-    """A block that leaves keys and values in its cache and returns them, as blocks with shared keys do."""
+    """A block that leaves keys and values in its cache and returns them, as blocks with shared keys do.
+
+    It takes those of another block as a pair, and returns a number too, as the blocks of Gemma 4 do.
+    """
 
     calls = 0
 
@@ -24,10 +27,11 @@ class Block(nn.Module):
         super().__init__()  # type: ignore[no-untyped-call]
         self.inner = nn.Linear(4, 4, bias=False)
 
-    def __call__(self, x: mx.array, mask: Any, cache: Any = None) -> Any:
+    def __call__(self, x: mx.array, mask: Any, cache: Any = None, shared: Any = None) -> Any:
         Block.calls += 1
         keys, values = cache.update_and_fetch(mx.tanh(self.inner(x)), mx.sin(self.inner(x)))
-        return x + keys * mask, (keys, values)
+        x = x if shared is None else x + shared[0] * shared[1]
+        return x + keys * mask, (keys, values), 2
 
 
 class Blocks(nn.Module):
@@ -38,10 +42,11 @@ class Blocks(nn.Module):
         self.layers: list[nn.Module] = [Block(), Block()]
 
     def __call__(self, x: mx.array, caches: list[Any]) -> mx.array:
-        total = mx.zeros(())
+        total, shared = mx.zeros(()), None
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, (keys, values) = layer(x, mx.array(0.5), cache=cache)
-            left = cache.keys_and_values()
+            x, shared, number = layer(x, mx.array(0.5), cache=cache, shared=shared)
+            assert number == 2
+            (keys, values), left = shared, cache.keys_and_values()
             total = total + mx.sum(keys * left[1]) + mx.sum(values * left[0] * left[0])
         return total + mx.sum(x * x)
 

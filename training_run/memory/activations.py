@@ -56,7 +56,7 @@ ATTENTION_HEADS = ("num_attention_heads", "n_heads", "n_head", "num_heads")
 BACKWARD = 0.7
 """Working memory of the block in its backward pass, as a multiple of `BlockBytes.worked`."""
 
-RECOMPUTED = 1.25
+RECOMPUTED = 1.3
 """The same with gradient checkpointing, and multiple of what a block with a recurrent layer keeps: part of the next
 block's is held too."""
 
