@@ -11,6 +11,7 @@ import pytest
 from bench.contenders.shapes import Shape, configuration, random_model
 from bench.shapes import make_policy
 from clotho.backend import Backend, backend, backend_of
+from clotho.extension import Door
 from clotho.inference.engine import DecodeEngine
 from clotho.models.parameters import Parameters
 from clotho.models.policy import Policy
@@ -55,7 +56,7 @@ def test_without_an_offer_of_attachments_mlx_samples_and_updates(monkeypatch: py
     """With layers of its own and of mlx-lm only; results are those of the switch that turns other backends off."""
     with model_lanes.device_path():
         switched_off = step()
-    monkeypatch.setattr("clotho.backend.extensions", tuple)
+    monkeypatch.setattr("clotho.backend.BACKEND", Door("library.no_such_door"))
     backend_of.cache_clear()
     try:
         assert type(backend()) is Backend
