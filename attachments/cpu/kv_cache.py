@@ -147,8 +147,15 @@ class HostKVCache:
         moved = np.flatnonzero(np.asarray(slots) != np.arange(len(slots)))
         if len(moved):
             first, last = int(moved[0]), int(moved[-1]) + 1
+            slot_N = np.asarray(slots[first:last])
+            runs = np.split(np.arange(last - first), np.flatnonzero(np.diff(slot_N) != 1) + 1)
+            copies = dict[tuple[int, ...], Floats]()  # one for all layers: the first use of memory takes longest
             for held in (held for layer in self._columns for held in layer):
-                held[:, first:last, columns] = held[:, list(slots[first:last]), columns]
+                rows = held[:, first:last, columns]
+                copy = copies.setdefault(rows.shape, np.empty(rows.shape, np.float32))
+                for run in runs:
+                    copy[:, run[0] : run[-1] + 1] = held[:, slot_N[run[0]] : slot_N[run[-1]] + 1, columns]
+                rows[:] = copy
         self._lag_B = np.zeros(self.rows, dtype=np.int64)
 
     def ordered(self, slots: NDArray[np.int64], positions_B: NDArray[np.int32]) -> NDArray[np.int64]:
@@ -309,27 +316,35 @@ class HostKVCache:
     def _move_columns(self, longest: int, column: int, slots: list[int] | None = None) -> None:
         """Move the columns of rows with up to `longest` tokens so that they end before `column`.
 
-        The new buffers have room for more slots only as far as they do not become larger.
+        The new buffers have room for more slots only as far as they do not become larger. If their size stays, each
+        layer gets the buffer that the layer before has left: the first use of memory takes longer than a copy.
         """
         kept, tokens = min(longest, self.column), self._room * self.capacity
         start, stop = self.column - kept, self.column
-        self.capacity = column + spare_columns(column)
+        spare = spare_columns(column)
+        if slots is not None or not spare // 2 <= self.capacity - column <= 2 * spare:
+            self.capacity = column + spare
         self._room = max(self.rows, min(self._room, tokens // self.capacity))
         held_rows = min(self.rows, self._columns[0][0].shape[1])
         rows, lag_B = slice(held_rows) if slots is None else slots, self._lag_B if self.is_lagging else None
 
         def moved_columns(held: Floats) -> Floats:
             """Return keys or values in a buffer of the new capacity, in the new order of rows and columns."""
-            moved = allocated((len(held), self._room, self.capacity, held.shape[-1]))
+            shape = (len(held), self._room, self.capacity, held.shape[-1])
+            moved = left.pop(shape, None) if slots is None else None
+            moved = allocated(shape) if moved is None else moved
             target = moved[:, : held_rows if slots is None else len(slots), column - kept : column]
             if lag_B is None:
                 target[:] = held[:, rows, start:stop]
             else:
                 column_B_C = np.maximum(np.arange(start, stop) - lag_B[rows, None], 0)
                 target[:] = np.take_along_axis(held[:, rows], column_B_C[None, ..., None], 2)
+            left[held.shape] = held
             return moved
 
-        self._columns = [(moved_columns(keys), moved_columns(values)) for keys, values in self._columns]
+        left: dict[tuple[int, ...], Floats] = {}
+        for layer, (keys, values) in enumerate(self._columns):
+            self._columns[layer] = moved_columns(keys), moved_columns(values)
         self.column, self._lag_B = column, np.zeros(self.rows, dtype=np.int64)
 
 
