@@ -6,7 +6,8 @@ The weights are the MLX arrays of the modules, looked up at every use.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -55,7 +56,7 @@ class ParameterVector:
     def __call__(self) -> Floats:
         """Return the current parameters, (repeats, size)."""
         arrays = [module[key] for module, key, _ in self._parts]
-        if len(arrays) != len(self._arrays) or any(a is not b for a, b in zip(arrays, self._arrays, strict=True)):
+        if not (self._arrays and all(map(is_, arrays, self._arrays))):
             times = [times for _, _, times in self._parts]
             rows = [np.tile(as_numpy(array), (n, 1)) for array, n in zip(arrays, times, strict=True)]
             self._arrays, self._values = arrays, np.concatenate(rows)
@@ -63,7 +64,10 @@ class ParameterVector:
 
 
 class Projection:
-    """A linear layer, y = x W + b, plus scale (x A) B if it has a LoRA adapter."""
+    """A linear layer, y = x W + b, plus scale (x A) B if it has a LoRA adapter.
+
+    parameters: where its matrices are: module and key.
+    """
 
     def __init__(self, layer: nn.Module, name: str) -> None:
         """layer: an `nn.Linear`, or a `LoRALinear` over one. name: its name in the model."""
@@ -76,6 +80,8 @@ class Projection:
             self._a = WeightMatrix(layer, "lora_a", transposed=False)
             self._b = WeightMatrix(layer, "lora_b", transposed=False)
         self._weights = WeightMatrix(base, "weight", transposed=True)
+        self.parameters: list[tuple[dict[str, Any], str]] = [(base, "weight")]
+        self.parameters += [(layer, "lora_a"), (layer, "lora_b")] if self.rank else []
         self._bias = ParameterVector((base, "bias", 1)) if "bias" in base else None
         self.outputs: int = base.weight.shape[0]
 
@@ -98,31 +104,46 @@ class Projection:
         return LowRank(self._a(), self._b(), self._scale) if self.rank else None
 
 
+class Plan(NamedTuple):
+    """Prepared products of a group of layers. places: of the buffers. arrays: the parameters."""
+
+    places: tuple[Any, ...]
+    arrays: list[mx.array]
+    base: Callable[[], None]
+    low_rank: Callable[[], None]
+
+
 class ProjectionGroup:
     """Linear layers that read the same input. name, outputs: of the first layer."""
 
     def __init__(self, *projections: Projection) -> None:
         self.projections, self.name = projections, projections[0].name
         self.outputs = projections[0].outputs
+        self._parameters = [one for projection in projections for one in projection.parameters]
 
     def __call__(self, x: Matrix, outs: Sequence[Matrix], low_rank: LowRankBuffers, *, add: bool = False) -> None:
         """Write the outputs of the layers to `outs`, or add them to the values there."""
         adds = tuple(one.start(out, add=add) for one, out in zip(self.projections, outs, strict=True))
-        own = self.own() if low_rank.arrangement is None else []
-        weights = [projection.weights() for projection in self.projections]
-        adapters = (address for one in own if one is not None for address in (one.a.address, one.b.address))
-        key = (x.address, adds, *(one.address for one in (*outs, *weights)), *adapters)
+        arrays = [module[key] for module, key in self._parameters]
+        places = (x.address, adds, low_rank.arrangement is None, *[out.address for out in outs])
         plan = low_rank.plans.get(self.name)
-        if plan is None or plan[0] != key:
-            base = [Product(x, w, out, add=adds) for w, out, adds in zip(weights, outs, adds, strict=True)]
-            policy = grouped(own, joins=False)
-            rows = slice(0, len(x.array))
-            into_z, into_out = low_rank_products(policy, rows, x, outs, low_rank) if policy is not None else ([], [])
-            plan = low_rank.plans[self.name] = key, prepared(base + into_z), prepared(into_out)
-        plan[1]()
-        plan[2]()
+        if plan is None or plan.places != places or not all(map(is_, arrays, plan.arrays)):
+            plan = low_rank.plans[self.name] = Plan(places, arrays, *self._prepared(x, outs, adds, low_rank))
+        plan.base()
+        plan.low_rank()
         if low_rank.arrangement is not None:
             low_rank.arrangement.add(self, x, outs, low_rank)
+
+    def _prepared(
+        self, x: Matrix, outs: Sequence[Matrix], adds: Sequence[bool], low_rank: LowRankBuffers
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Return what computes the products with the inputs, then those with the results of x A."""
+        parts = zip(self.projections, outs, adds, strict=True)
+        base = [Product(x, projection.weights(), out, add=added) for projection, out, added in parts]
+        policy = grouped(self.own(), joins=False) if low_rank.arrangement is None else None
+        rows = slice(0, len(x.array))
+        into_z, into_out = low_rank_products(policy, rows, x, outs, low_rank) if policy is not None else ([], [])
+        return prepared(base + into_z), prepared(into_out)
 
     def own(self) -> list[LowRank | None]:
         """Return the matrices of the policy's adapter, by layer."""
@@ -189,13 +210,13 @@ def projections(module: Any, name: str, *keys: str) -> ProjectionGroup:
 class LowRankBuffers(dict[int, Matrix]):
     """Buffers for x A by rank, and the arrangement of the rows if they have several adapters.
 
-    plans: the prepared products of each group of layers, with the addresses of their matrices and buffers.
+    plans: the prepared products of each group of layers.
     """
 
     def __init__(self, rows: int) -> None:
         super().__init__()
         self.arrangement: Arrangement | None = None
-        self.plans: dict[str, tuple[tuple[Any, ...], Callable[[], None], Callable[[], None]]] = {}
+        self.plans: dict[str, Plan] = {}
         self._rows = rows
 
     def __missing__(self, rank: int) -> Matrix:
