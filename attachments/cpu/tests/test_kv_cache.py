@@ -9,7 +9,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from attachments.cpu import kv_cache
 from attachments.cpu.decoder import HostDecoder
+from attachments.cpu.decoder_layers import allocated
 from attachments.cpu.kv_cache import HostKVCache
 from clotho.inference.rows import PrefilledPrompt
 from protocols.sampling import Sampling
@@ -53,6 +55,20 @@ def test_rows_keep_their_columns_in_whatever_order_they_are_taken(slots: list[in
     cache.take(slots, positions_B[slots])
     found = [cache.state(row, 2)[0][0] for row in range(len(slots))]
     assert [np.unique(np.array(keys)).tolist() for keys in found] == [[float(slot)] for slot in slots]
+
+
+def test_columns_move_into_the_buffers_that_layers_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of buffers that keep their size, one is allocated for all layers; what rows hold moves along."""
+    cache = HostKVCache(DECODER, rows=2)
+    cache.make_room(np.zeros(2, np.int32), np.zeros(2, np.bool_), [PrefilledPrompt(1, 2, None, 8)])
+    keys, values = mx.full((1, 1, 2, 4), 1.0), mx.full((1, 1, 2, 4), 2.0)
+    cache.enter([0], PrefilledPrompt(1, 2, ((keys, values),), 8))
+    shapes: list[tuple[int, ...]] = []
+    monkeypatch.setattr(kv_cache, "allocated", lambda shape: shapes.append(shape) or allocated(shape))
+    tokens = cache.tokens
+    cache.make_room(np.array([2, 0], np.int32), np.array([True, False]), [PrefilledPrompt(1, 10, None, 16)])
+    assert (cache.column, cache.tokens, len(shapes)) == (10, tokens, 1)
+    assert [np.unique(np.array(one)).tolist() for one in cache.state(0, 2)[0]] == [[1.0], [2.0]]
 
 
 def test_a_shared_prompt_is_freed_when_no_row_uses_it() -> None:
