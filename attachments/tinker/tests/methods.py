@@ -139,7 +139,8 @@ def arguments() -> Mapping[str, Callable[[Clients], tuple[Any, ...]]]:
 def call(name: str, given: Clients) -> Any:
     """Call a method, and return what it returns or what its future gets."""
     kind, _, method = name.partition(".")
-    found = arguments().get(name, lambda _: ())(given)
+    known = arguments()
+    found = known[name](given) if name in known else ()
     return settled(getattr(getattr(given, OF[kind]), method)(*found))
 
 
