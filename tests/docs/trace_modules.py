@@ -101,7 +101,8 @@ class ModuleTrace:
 
     def _on_path(self, frame: FrameType) -> bool:
         if self._carrying:
-            asked = frame.f_code.co_filename.endswith("/attachment.py")  # each is asked with the whole profile
+            name = frame.f_code.co_filename  # attachments, and what asks them, receive the whole profile
+            asked = name.endswith(("/attachment.py", "/extension.py"))
             return not asked and any(_contains_flag(argument) for argument in list(frame.f_locals.values()))
         if not self._actors:
             return True
