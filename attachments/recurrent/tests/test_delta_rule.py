@@ -77,7 +77,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(20))
 def test_chunks_equal_the_loop(seed: int) -> None:
     """Values and gradients are equal within 1e-5: any length, state and mask, decays near 0 and near 1, equal keys."""
     decay, S = list(DECAYS)[seed % 4], 15 + seed
