@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import Mock
 
 import mlx.core as mx
 import numpy as np
@@ -63,11 +64,10 @@ def test_columns_move_into_the_buffers_that_layers_leave(monkeypatch: pytest.Mon
     cache.make_room(np.zeros(2, np.int32), np.zeros(2, np.bool_), [PrefilledPrompt(1, 2, None, 8)])
     keys, values = mx.full((1, 1, 2, 4), 1.0), mx.full((1, 1, 2, 4), 2.0)
     cache.enter([0], PrefilledPrompt(1, 2, ((keys, values),), 8))
-    shapes: list[tuple[int, ...]] = []
-    monkeypatch.setattr(kv_cache, "allocated", lambda shape: shapes.append(shape) or allocated(shape))
-    tokens = cache.tokens
+    tokens, counted = cache.tokens, Mock(wraps=allocated)
+    monkeypatch.setattr(kv_cache, "allocated", counted)
     cache.make_room(np.array([2, 0], np.int32), np.array([True, False]), [PrefilledPrompt(1, 10, None, 16)])
-    assert (cache.column, cache.tokens, len(shapes)) == (10, tokens, 1)
+    assert (cache.column, cache.tokens, counted.call_count) == (10, tokens, 1)
     assert [np.unique(np.array(one)).tolist() for one in cache.state(0, 2)[0]] == [[1.0], [2.0]]
 
 
