@@ -295,7 +295,7 @@ def sampled_sequence(
         client_label=next((sampled.client_label for sampled in found if sampled and sampled.client_label), ""),
     )
     for (start, end), sampled in zip(spans, found, strict=True):
-        sequence.routes = grown_routes(sequence.routes, sampled and sampled.routes)
+        sequence.routes = grown_routes(sequence.routes, sampled.routes if sampled else None)
         if sampled is None:
             continue
         if sampled.unlearnable:

@@ -42,7 +42,7 @@ def recomputed_scan(step: Step, tokens: Arrays, state: Arrays, *, axis: int, siz
         return [array[_within(axis, start, size)] for array in arrays]
 
     def forward(*arrays: mx.array) -> list[mx.array]:
-        tokens, state = arrays[:T], arrays[T:]
+        tokens, state = arrays[:T], list(arrays[T:])
         outputs, kept = list[mx.array](), list[mx.array]()
         for start in starts:
             kept += state
