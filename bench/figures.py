@@ -31,6 +31,7 @@ PAGES = {
     "curriculum": "docs/datasets.md",
     "warm_up": "docs/sft.md",
     "learnability": "docs/doctor.md",
+    "distillation": "docs/distillation.md",
     "soak": "docs/reliability.md",
     "remote": "docs/remote.md",
     "decode": TABLES,

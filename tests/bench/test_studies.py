@@ -18,6 +18,7 @@ from bench.runs import Record
 from bench.studies import (
     agents,
     curriculum,
+    distillation,
     environments,
     gym,
     learnability,
@@ -40,7 +41,7 @@ from training_run.profile.load import load_profile
 from training_run.profile.schema import Profile
 
 STUDIES: tuple[Any, ...] = (
-    learning, methods, curriculum, gym, environments, agents, learnability, speculation, warm_up
+    learning, methods, curriculum, distillation, gym, environments, agents, learnability, speculation, warm_up
 )  # fmt: skip
 ARMS = [(module.STUDY, arm) for module in (*STUDIES, proof) for arm in module.STUDY.arms]
 
