@@ -39,6 +39,7 @@ PAGES = {
     "update": TABLES,
     "real": TABLES,
     "gym": TABLES,
+    "proof": "docs/known-tasks.md",
     "serve": TABLES,
     "visitors": TABLES,
     "swap": TABLES,

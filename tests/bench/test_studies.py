@@ -41,9 +41,9 @@ from training_run.profile.load import load_profile
 from training_run.profile.schema import Profile
 
 STUDIES: tuple[Any, ...] = (
-    learning, methods, curriculum, distillation, gym, environments, agents, learnability, speculation, warm_up
+    learning, methods, curriculum, distillation, gym, environments, agents, learnability, speculation, warm_up, proof,
 )  # fmt: skip
-ARMS = [(module.STUDY, arm) for module in (*STUDIES, proof) for arm in module.STUDY.arms]
+ARMS = [(module.STUDY, arm) for module in STUDIES for arm in module.STUDY.arms]
 
 
 def profile_of(study: Study, arm: Arm, more: str = "") -> Profile:
