@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from clotho.serving.openai_responses import prompt_positions
+from protocols.sampling import PromptLogprobs
 from tests.fakes import CharacterTokenizer
 from tests.serving.running_server import CONTEXT, Served, serving
 
@@ -137,3 +139,12 @@ async def test_an_invalid_option_is_refused(fields: dict[str, Any], param: str) 
         answer = await served.post(TEXT, **({"prompt": "abc"} | fields))
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == param
+
+
+def test_a_token_and_its_alternatives_are_one_table() -> None:
+    """With the rank of each that is among the best; a token that is not has none."""
+    best = (((98, -1.0), (99, -2.0)), ((97, -0.5), (98, -1.5)))
+    scored = PromptLogprobs(version=0, logprobs=(-1.0, -9.0), top_logprobs=best)
+    _, *found = prompt_positions((97, 98, 99), scored, CharacterTokenizer(), top=2)
+    ranks = [{token: (one.logprob, one.rank) for token, one in (position or {}).items()} for position in found]
+    assert ranks == [{98: (-1.0, 1), 99: (-2.0, 2)}, {99: (-9.0, None), 97: (-0.5, 1), 98: (-1.5, 2)}]

@@ -101,12 +101,16 @@ def block(kind: str, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": [{"type": kind, **fields}]}]}
 
 
+TEXT = {"type": "text", "text": "a"}
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("messages", block("image", source={"type": "url", "url": "http://169.254.169.254"})),
     ("messages", block("document", source={"type": "text", "data": "a"})),
     ("messages", block("tool_result", tool_use_id="1", content=[{"type": "image"}])),
     ("messages", block("tool_use", id="1", name="f", input={})),
-    ("messages", {"messages": [*HI, {"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "1"}]}]}),
+    (
+        "messages",
+        {"messages": [*HI, {"role": "assistant", "content": [TEXT, {"type": "tool_result", "tool_use_id": "1"}]}]},
+    ),
     ("messages", {"messages": []}),
     ("messages", {"messages": [3]}),
     ("messages", {"messages": [{"role": "pirate", "content": "a"}]}),

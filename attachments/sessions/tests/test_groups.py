@@ -73,6 +73,16 @@ def test_the_number_of_scenarios_is_limited(at: Clock) -> None:
     assert not at.groups.refusal("", "s0", [Attempt().member], closes=False)
 
 
+def test_names_of_the_latest_groups_are_not_used_again(at: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of older ones nothing is held."""
+    monkeypatch.setattr("attachments.sessions.groups.MAX_NAMES", 2)
+    for name in ("a", "b", "c"):
+        for _ in range(2):
+            at.add(Attempt(), name)
+    refused = [bool(at.groups.refusal(name, "s", [Attempt().member], closes=False)) for name in ("a", "b", "c")]
+    assert refused == [False, True, True]
+
+
 async def test_groups_that_wait_too_long_or_take_too_much_memory_are_dropped(at: Clock) -> None:
     """Their members are told; complete groups give way first, because their tokens are the oldest."""
     attempts = [Attempt() for _ in range(5)]
