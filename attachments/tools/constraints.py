@@ -100,8 +100,8 @@ class GrammarCompiler:
                 raise
             raise ValueError(f"the tokenizer permits no constrained decoding: {one_line(error)}") from error
         self._marks = {mark: _mark(tokenizer, mark) for mark in (THINK, END_THINK)}
-        special = {one.content: token for token, one in tokenizer.added_tokens_decoder.items() if one.special}
-        self._special = {text: f"<[{token}]>" for text, token in special.items() if token < vocabulary}
+        added = tokenizer.added_tokens_decoder.items()  # all have logits: the library refuses a narrower vocabulary
+        self._special = {one.content: f"<[{token}]>" for token, one in added if one.special}
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Compile a grammar.

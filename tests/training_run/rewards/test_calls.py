@@ -9,12 +9,31 @@ import threading
 import anyio
 import pytest
 
-from clotho.rewards.values import Completions, Reward, RewardError
+from clotho.lanes.compute_thread import Compute
+from clotho.rewards.values import Completions, Reward, RewardError, Values
 from protocols.prompt import Problem
 from training_run.rewards import calls
-from training_run.rewards.calls import Caller, WorkerLoop
+from training_run.rewards.calls import Caller, ModelCaller, WorkerLoop
 
 SEEN = Completions(problem=Problem(prompt="?", answer="1", type="echo"), texts=("a",))
+
+
+class HangingModel:
+    """A reward model that never answers."""
+
+    async def begin(self, compute: Compute) -> None:
+        """Do nothing."""
+
+    async def score(self, completions: Completions) -> Values:
+        """Wait."""
+        await anyio.sleep_forever()
+        raise AssertionError
+
+
+async def test_a_model_that_takes_too_long_fails_its_group() -> None:
+    """The message names it."""
+    with anyio.fail_after(5), pytest.raises(RewardError, match="judge took longer than 0.01 s"):
+        await ModelCaller("judge", HangingModel(), timeout_seconds=0.01)(SEEN)
 
 
 def test_an_event_loop_that_was_closed_starts_again_with_the_next_call() -> None:
