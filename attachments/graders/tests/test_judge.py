@@ -185,7 +185,7 @@ async def test_a_request_that_fails_is_repeated(
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr(judge.anyio, "sleep", sleep)
+    monkeypatch.setattr("anyio.sleep", sleep)
     server.answer = lambda body: failure if len(server.requests) < 3 else reply("Score: 5")
     assert await load(server)(problem(), "42") == 0.5
     assert len(server.requests) == 3

@@ -32,7 +32,7 @@ class HangingModel:
 
 async def test_a_model_that_takes_too_long_fails_its_group() -> None:
     """The message names it."""
-    with anyio.fail_after(5), pytest.raises(RewardError, match="judge took longer than 0.01 s"):
+    with anyio.fail_after(5), pytest.raises(RewardError, match="judge took longer than"):
         await ModelCaller("judge", HangingModel(), timeout_seconds=0.01)(SEEN)
 
 
