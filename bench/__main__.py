@@ -17,7 +17,7 @@ BENCHMARKS = {
     "decode": "Rollout throughput by batch, group size and prompt length, beside mlx-lm and mlx-lm-lora.",
     "first_token": "Time to the first token by prompt length, beside mlx-lm.",
     "update": "Time and peak memory of one policy update, beside mlx-lm-lora and TRL.",
-    "sft": "Tokens per second and peak memory of supervised fine-tuning, beside mlx-lm.",
+    "sft": "Tokens per processor second and peak memory of supervised fine-tuning, beside mlx-lm.",
     "real": "A real language model: rollouts, updates and equal work beside mlx-lm-lora, and learning.",
     "peers": "Whole runs beside mlx-lm-lora and TRL: equal work, and time to 0.7 held-out accuracy.",
     "serve": "Throughput and time to first token of the server with 1 to 64 clients, beside mlx_lm.server.",

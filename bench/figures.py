@@ -37,6 +37,7 @@ PAGES = {
     "decode": TABLES,
     "first_token": TABLES,
     "update": TABLES,
+    "sft": TABLES,
     "real": TABLES,
     "gym": TABLES,
     "proof": "docs/known-tasks.md",
