@@ -39,6 +39,7 @@ from training_run.memory.estimate import (
     shipped_shape,
 )
 from training_run.profile.data import DataSection, RewardSection
+from training_run.profile.load import load_profile
 from training_run.profile.schema import HeldOutEvaluation, MemorySection, Profile
 
 pytestmark = pytest.mark.needs_float32
@@ -414,3 +415,9 @@ def test_unknown_repositories_have_no_shape() -> None:
     """Neither unknown names nor directories of the project."""
     assert shipped_shape("organisation/name") is None
     assert shipped_shape("") is None
+
+
+def test_a_temperature_takes_no_memory() -> None:
+    """Of the parameters of sampling, only those count that work with arrays of the size of the logits."""
+    warm, cold = (load_profile("local-m3", {"sampling.temperature": one}) for one in (1.0, 0.7))
+    assert estimate_memory(warm.model, warm) == estimate_memory(cold.model, cold)
