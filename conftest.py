@@ -22,7 +22,7 @@ import structlog
 from hypothesis import HealthCheck, settings
 
 from clotho.backend import Backend, backend
-from clotho.process import load_blas
+from clotho.process import load_blas, usable_cores
 from tests import model_lanes
 from tests.extras import is_installed
 
@@ -84,6 +84,11 @@ def mlx_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
 def device_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sample on the device, so that tokens are read one step later."""
     monkeypatch.setattr(type(backend()), "row_sampler", lambda computing, parameters: None)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Use one process more than cores, because many tests wait for a program that they start; at most five."""
+    return min(usable_cores(), 4) + 1
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
