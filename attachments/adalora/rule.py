@@ -6,17 +6,20 @@ optimizer holds. The gradient of the loss in them follows from that of A and B:
 
     dQ^T = dA        dP^T = Lambda dB        d lambda_i = sum_j (dB)_ij (P^T)_ij
 
-and the penalty gamma (|P^T P - I|^2 + |Q Q^T - I|^2) of each module (equation 4) adds 4 gamma (M M^T - I) M for the
-rows M of P^T and of Q. The optimizer of the run steps in these coordinates. Triplet i of a module has the score
+and the penalty gamma (|P^T P / n - I|^2 + |Q Q^T - I|^2) of each module with n outputs (equation 4) adds 4 gamma
+(M M^T / m - I) M / m for the rows M of P^T (m = n) and of Q (m = 1). The optimizer of the run steps in these
+coordinates. Triplet i of a module has the score
 
     S_i = s(lambda_i) + mean_j s(P_ji) + mean_j s(Q_ij),   s(w) = I(w) U(w)
 
 with averages of the sensitivity |w dL/dw| and of its deviation (equations 7 to 10), at the weights before the step.
 The lambda_i outside the budget become zero (equation 6). In the last updates those that are zero stay zero.
 
-Departures: the sensitivity has the gradient that is clipped, as the optimizer has it. Q begins as mlx-lm initialises A,
-and P with entries of variance 1 / outputs, so that its columns have about the norm 1. An adapter that is not new begins
-with lambda_i = |B_i|, which keeps what it computes.
+Departures: the sensitivity has the gradient that is clipped, as the optimizer has it. Q begins as mlx-lm initialises A.
+The entries of P begin with variance 1, and its columns have the norm sqrt(n) where the paper has 1: a step of Adam in
+lambda then changes the entries of B by the learning rate, as with LoRA, and not by the sqrt(n)-th part of it. The
+scores |w dL/dw| do not depend on this scale. An adapter that is not new begins with lambda_i = |B_i| / sqrt(n), which
+keeps what it computes.
 """
 
 from __future__ import annotations
@@ -80,7 +83,7 @@ class AdaLoraRule(StepRule):
             at = _triplets(values, module)
             a, b = (rows(module, matrix, gradients) for matrix in ("lora_a", "lora_b"))
             by_q = a + weight * _excess(at.q)
-            by_p = at.e * b + weight * _excess(at.p)
+            by_p = at.e * b + weight * _excess(at.p, squared_norm=at.p.shape[-1])
             found |= _named(module, Triplets(by_q, by_p, mx.sum(b * at.p, axis=-1, keepdims=True)))
         return found
 
@@ -116,9 +119,9 @@ class AdaLoraRule(StepRule):
         found: Arrays = {}
         for module in _modules(parameters):
             q, b = (rows(module, matrix, parameters).astype(mx.float32) for matrix in ("lora_a", "lora_b"))
-            e = mx.sqrt(mx.sum(mx.square(b), axis=-1, keepdims=True))
+            e = mx.sqrt(mx.mean(mx.square(b), axis=-1, keepdims=True))
             key = mx.random.key(zlib.crc32(f"{self._seed} {module}".encode()))
-            random = mx.random.normal(b.shape, scale=b.shape[-1] ** -0.5, key=key)
+            random = mx.random.normal(b.shape, key=key)
             p = mx.where(e > 0, b / mx.maximum(e, SMALLEST), random)
             found |= _named(module, Triplets(q, p, e))
         return found
@@ -197,9 +200,10 @@ def _matrices(values: Arrays) -> Arrays:
     return found
 
 
-def _excess(rows_R_D: mx.array) -> mx.array:
-    """Return (M M^T - I) M for rows M: a quarter of the gradient of |M M^T - I|^2."""
-    return (rows_R_D @ rows_R_D.swapaxes(-1, -2) - mx.eye(rows_R_D.shape[-2])) @ rows_R_D
+def _excess(rows_R_D: mx.array, squared_norm: float = 1.0) -> mx.array:
+    """Return (M M^T / n - I) M / n for rows M: a quarter of the gradient of |M M^T / n - I|^2; n: `squared_norm`."""
+    products = rows_R_D @ rows_R_D.swapaxes(-1, -2) / squared_norm
+    return (products - mx.eye(rows_R_D.shape[-2])) @ rows_R_D / squared_norm
 
 
 def _scores(scored: Mapping[str, Arrays], module: str) -> mx.array:

@@ -38,10 +38,10 @@ class Oracle:
         self.spread: dict[str, list[Array]] = {k: [np.zeros_like(v) for v in one] for k, one in values.items()}
 
     def loss(self, module: str, P: Array, e: Array, Q: Array) -> float:
-        """Half the squared distance from the target, and the penalty (equation 4)."""
+        """Half the squared distance from the target, and the penalty (equation 4), for columns of P of norm sqrt(n)."""
         fit = 0.5 * np.sum((P @ np.diag(e) @ Q - self.targets[module]) ** 2)
         eye = np.eye(len(e))
-        penalty = np.sum((P.T @ P - eye) ** 2) + np.sum((Q @ Q.T - eye) ** 2)
+        penalty = np.sum((P.T @ P / len(P) - eye) ** 2) + np.sum((Q @ Q.T - eye) ** 2)
         return float(fit + SETTINGS.orthogonality * penalty)
 
     def gradient(self, module: str) -> list[Array]:
@@ -170,7 +170,7 @@ def test_a_gradient_of_zero_moves_nothing() -> None:
 
 @pytest.mark.parametrize("zero", [True, False])
 def test_the_coordinates_compute_what_the_adapter_computes(zero: bool) -> None:
-    """A new adapter has Lambda = 0; of any other, P has columns of norm 1. Equal seeds give equal P."""
+    """A new adapter has Lambda = 0; of any other, the entries of P have the mean square 1. Equal seeds give equal P."""
     arrays, _ = start(zero=zero)
     first, second = (rule().initial_state(arrays, SGD).slots[VALUES] for _ in range(2))
     for module in SHAPES:
@@ -178,8 +178,27 @@ def test_the_coordinates_compute_what_the_adapter_computes(zero: bool) -> None:
         product = np.array(arrays[f"{module}.lora_a"] @ arrays[f"{module}.lora_b"]).T
         np.testing.assert_allclose(P @ np.diag(e) @ Q, product, atol=1e-6)
         assert (e == 0).all() == zero
-        assert np.linalg.norm(P, axis=0) == pytest.approx(np.ones(4), rel=0.9 if zero else 1e-5)
+        squares = np.mean(np.square(P), axis=0)
+        assert squares.mean() == pytest.approx(1.0, rel=0.9) if zero else squares == pytest.approx(np.ones(4), rel=1e-5)
         np.testing.assert_array_equal(P, of_paper(second, module)[0])
+
+
+def test_the_first_step_of_adam_changes_b_as_much_as_with_lora() -> None:
+    """By the learning rate in the mean of squares, so that the learning rates of LoRA suit."""
+    arrays, targets = start(zero=True)
+    one, adamw = rule(orthogonality=0.0), learner_settings()
+    state = one.initial_state(arrays, adamw)
+    found, _ = one.apply(
+        arrays,
+        one.gradient(gradients(arrays, targets), state),
+        state,
+        step=0,
+        learning_rate=1e-3,
+        scale=1.0,
+        settings=adamw,
+    )
+    moved = np.concatenate([np.array(found[f"{module}.lora_b"]).reshape(-1) for module in SHAPES])
+    assert np.sqrt(np.mean(np.square(moved))) == pytest.approx(1e-3, rel=0.3)
 
 
 def test_ranks_stay_in_the_warm_up_then_fall_to_the_target_and_stay_there() -> None:
