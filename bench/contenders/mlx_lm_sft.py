@@ -28,7 +28,7 @@ def prepare(case: Case) -> MeasureOnce:
 
         def batches(**options: Any) -> Iterator[tuple[mx.array, mx.array]]:
             """Yield the batch twice; the trainer asks again when it has evaluated its step."""
-            both = iterate_batches(**options)
+            both = iterate_batches(**options)  # type: ignore[no-untyped-call]
             yield next(both)
             with measuring(batch.tokens) as metrics:
                 yield next(both)
