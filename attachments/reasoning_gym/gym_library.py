@@ -16,6 +16,7 @@ import math
 import os
 import random
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from enum import Enum
@@ -110,8 +111,10 @@ class Library(NamedTuple):
 def library() -> Library:
     """Import the library. Raises GymError if the library or a package that it needs is missing."""
     try:
-        importlib.import_module("reasoning_gym")
-        factory = importlib.import_module("reasoning_gym.factory")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of packages that Python compiles for the first time
+            importlib.import_module("reasoning_gym")
+            factory = importlib.import_module("reasoning_gym.factory")
     except Exception as error:
         reason = f"{type(error).__name__}: {error_text(error)}"
         raise GymError(f"the library reasoning-gym cannot be imported ({visible(reason, 200)}): {INSTALL}") from error
