@@ -6,16 +6,19 @@ optimizer holds. The gradient of the loss in them follows from that of A and B:
 
     dQ^T = dA        dP^T = Lambda dB        d lambda_i = sum_j (dB)_ij (P^T)_ij
 
-and the penalty gamma (|P^T P / n - I|^2 + |Q Q^T - I|^2) of each module with n outputs (equation 4) adds 4 gamma
-(M M^T / m - I) M / m for the rows M of P^T (m = n) and of Q (m = 1). The optimizer of the run steps in these
-coordinates. Triplet i of a module has the score
+The optimizer of the run steps in these coordinates. The penalty gamma (|P^T P / n - I|^2 + |Q Q^T - I|^2) of each
+module with n outputs (equation 4) is decoupled from the optimizer, as the weight decay of AdamW: a step of learning
+rate eta also subtracts 4 eta gamma (M M^T / m - I) M from the rows M of P^T (m = n) and of Q (m = 1). Triplet i of a
+module has the score
 
     S_i = s(lambda_i) + mean_j s(P_ji) + mean_j s(Q_ij),   s(w) = I(w) U(w)
 
 with averages of the sensitivity |w dL/dw| and of its deviation (equations 7 to 10), at the weights before the step.
 The lambda_i outside the budget become zero (equation 6). In the last updates those that are zero stay zero.
 
-Departures: the sensitivity has the gradient that is clipped, as the optimizer has it. Q begins as mlx-lm initialises A.
+Departures: the sensitivity has the gradient that is clipped, as the optimizer has it, without the penalty. In the
+gradient, the penalty is larger than the loss of RL, so that Adam would follow the penalty alone in P and Q. Q begins as
+mlx-lm initialises A.
 The entries of P begin with variance 1, and its columns have the norm sqrt(n) where the paper has 1: a step of Adam in
 lambda then changes the entries of B by the learning rate, as with LoRA, and not by the sqrt(n)-th part of it. The
 scores |w dL/dw| do not depend on this scale. An adapter that is not new begins with lambda_i = |B_i| / sqrt(n), which
@@ -75,16 +78,12 @@ class AdaLoraRule(StepRule):
         return inner._replace(slots=inner.slots | {VALUES: values, SENSITIVITY: zeros, UNCERTAINTY: dict(zeros)})
 
     def gradient(self, gradients: Arrays, state: OptimizerState) -> Arrays:
-        """Return the gradient of loss and penalty by P, Lambda and Q; zeros if that of the loss is zero; lazy."""
+        """Return the gradient of the loss by P, Lambda and Q; lazy."""
         values, found = state.slots[VALUES], _others(gradients)
-        is_any = mx.any(mx.stack([mx.any(one != 0) for one in gradients.values()]))
-        weight = mx.where(is_any, 4.0 * self._settings.orthogonality, 0.0)
         for module in _modules(values):
             at = _triplets(values, module)
             a, b = (rows(module, matrix, gradients) for matrix in ("lora_a", "lora_b"))
-            by_q = a + weight * _excess(at.q)
-            by_p = at.e * b + weight * _excess(at.p, squared_norm=at.p.shape[-1])
-            found |= _named(module, Triplets(by_q, by_p, mx.sum(b * at.p, axis=-1, keepdims=True)))
+            found |= _named(module, Triplets(a, at.e * b, mx.sum(b * at.p, axis=-1, keepdims=True)))
         return found
 
     def apply(
@@ -109,11 +108,23 @@ class AdaLoraRule(StepRule):
             scale=scale,
             settings=settings,
         )
-        new = {name: updated[name] for name in values}
+        new = {name: updated[name] for name in values} | self._more_orthogonal(updated, values, learning_rate)
         for module, kept in self._kept(values, scored, step).items():
             name = f"{module}.lora_e"
             new[name] = mx.where(mx.array(kept), new[name], 0.0)
         return {**_others(updated), **_matrices(new)}, inner._replace(slots=inner.slots | {VALUES: new} | scored)
+
+    def _more_orthogonal(self, updated: Arrays, values: Arrays, learning_rate: float) -> Arrays:
+        """Return P and Q after the step of the penalty too, at the values before both; arrays are contiguous."""
+        found: Arrays = {}
+        weight = 4.0 * learning_rate * self._settings.orthogonality
+        for module in _modules(values):
+            at = _triplets(values, module)
+            excess = Triplets(_excess(at.q, squared_norm=1.0), _excess(at.p, squared_norm=at.p.shape[-1]), at.e)
+            for name, array in _named(module, excess).items():
+                if not name.endswith(".lora_e"):
+                    found[name] = mx.contiguous(updated[name] - weight * array)
+        return found
 
     def _coordinates(self, parameters: Arrays) -> Arrays:
         found: Arrays = {}
@@ -200,10 +211,9 @@ def _matrices(values: Arrays) -> Arrays:
     return found
 
 
-def _excess(rows_R_D: mx.array, squared_norm: float = 1.0) -> mx.array:
-    """Return (M M^T / n - I) M / n for rows M: a quarter of the gradient of |M M^T / n - I|^2; n: `squared_norm`."""
-    products = rows_R_D @ rows_R_D.swapaxes(-1, -2) / squared_norm
-    return (products - mx.eye(rows_R_D.shape[-2])) @ rows_R_D / squared_norm
+def _excess(rows_R_D: mx.array, *, squared_norm: float) -> mx.array:
+    """Return (M M^T / m - I) M for rows M and m = `squared_norm`."""
+    return (rows_R_D @ rows_R_D.swapaxes(-1, -2) / squared_norm - mx.eye(rows_R_D.shape[-2])) @ rows_R_D
 
 
 def _scores(scored: Mapping[str, Arrays], module: str) -> mx.array:

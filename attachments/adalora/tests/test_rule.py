@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -28,6 +29,22 @@ SHAPES = {"a": (5, 4, 6), "b": (7, 4, 3), "c": (4, 4, 4)}
 """Inputs, rank and outputs of modules."""
 
 
+def slopes(function: Callable[..., float], values: Sequence[Array]) -> list[Array]:
+    """Return central differences of a function by each number of its arguments."""
+    found = []
+    for index, value in enumerate(values):
+        slope = np.zeros_like(value)
+        for place in np.ndindex(value.shape):
+            ends = []
+            for sign in (1, -1):
+                moved = [one.copy() for one in values]
+                moved[index][place] += sign * 1e-6
+                ends.append(function(*moved))
+            slope[place] = (ends[0] - ends[1]) / 2e-6
+        found.append(slope)
+    return found
+
+
 class Oracle:
     """AdaLoRA as the paper writes it: W = P diag(lambda) Q, with plain gradient descent; one module per shape."""
 
@@ -38,41 +55,34 @@ class Oracle:
         self.spread: dict[str, list[Array]] = {k: [np.zeros_like(v) for v in one] for k, one in values.items()}
 
     def loss(self, module: str, P: Array, e: Array, Q: Array) -> float:
-        """Half the squared distance from the target, and the penalty (equation 4), for columns of P of norm sqrt(n)."""
-        fit = 0.5 * np.sum((P @ np.diag(e) @ Q - self.targets[module]) ** 2)
-        eye = np.eye(len(e))
-        penalty = np.sum((P.T @ P / len(P) - eye) ** 2) + np.sum((Q @ Q.T - eye) ** 2)
-        return float(fit + SETTINGS.orthogonality * penalty)
+        """Half the squared distance from the target."""
+        return float(0.5 * np.sum((P @ np.diag(e) @ Q - self.targets[module]) ** 2))
+
+    def penalty(self, P: Array, Q: Array) -> float:
+        """Equation 4, for columns of P of norm sqrt(n)."""
+        eye = np.eye(len(Q))
+        squares = np.sum((P.T @ P / len(P) - eye) ** 2) * len(P) + np.sum((Q @ Q.T - eye) ** 2)
+        return float(SETTINGS.orthogonality * squares)
 
     def gradient(self, module: str) -> list[Array]:
         """Central differences of the loss by each number of P, lambda and Q."""
-        found = []
-        for index, value in enumerate(self.values[module]):
-            slope = np.zeros_like(value)
-            for place in np.ndindex(value.shape):
-                ends = []
-                for sign in (1, -1):
-                    moved = [one.copy() for one in self.values[module]]
-                    moved[index][place] += sign * 1e-6
-                    ends.append(self.loss(module, *moved))
-                slope[place] = (ends[0] - ends[1]) / 2e-6
-            found.append(slope)
-        return found
+        return slopes(lambda *values: self.loss(module, *values), self.values[module])
 
     def step(self, number: int) -> None:
         """Algorithm 1, with an interval of one step, and the schedule of the authors' code."""
         scores: list[tuple[np.float64, str, int]] = []
         for module, value in self.values.items():
-            slopes = self.gradient(module)
-            for index, (w, g) in enumerate(zip(value, slopes, strict=True)):
+            gradient = self.gradient(module)
+            for index, (w, g) in enumerate(zip(value, gradient, strict=True)):
                 now = np.abs(w * g)
                 self.mean[module][index] = 0.85 * self.mean[module][index] + 0.15 * now
                 change = np.abs(now - self.mean[module][index])
                 self.spread[module][index] = 0.85 * self.spread[module][index] + 0.15 * change
             s = [i * u for i, u in zip(self.mean[module], self.spread[module], strict=True)]
             scores += [(s[1][i] + s[0][:, i].mean() + s[2][i].mean(), module, i) for i in range(len(value[1]))]
-            P, e, Q = (w - RATE * g for w, g in zip(value, slopes, strict=True))
-            self.values[module] = (P, e, Q)
+            by_p, by_q = slopes(self.penalty, (value[0], value[2]))
+            P, e, Q = (w - RATE * g for w, g in zip(value, gradient, strict=True))
+            self.values[module] = (P - RATE * by_p, e, Q - RATE * by_q)
         first, last = 12, 6
         left = 1.0 - (number - 2) / (STEPS - 4)
         wanted = first if number < 2 else round(last + (first - last) * max(left, 0.0) ** 3)
@@ -148,7 +158,7 @@ def test_scores_schedule_and_penalty_are_those_of_the_paper() -> None:
             np.testing.assert_allclose(product, P @ np.diag(e) @ Q, atol=1e-5)
 
 
-def test_the_gradient_is_that_of_loss_and_penalty() -> None:
+def test_the_gradient_is_that_of_the_loss() -> None:
     """By P, Lambda and Q, beside central differences in float64, within 1e-5 of the largest."""
     arrays, targets = start()
     one = rule()
@@ -161,7 +171,7 @@ def test_the_gradient_is_that_of_loss_and_penalty() -> None:
 
 
 def test_a_gradient_of_zero_moves_nothing() -> None:
-    """The penalty alone takes no step, so that a batch without a signal changes no weight."""
+    """So that a batch without a signal changes no weight: an update without a gradient takes no step."""
     arrays, _ = start()
     one = rule()
     found = one.gradient({name: mx.zeros_like(array) for name, array in arrays.items()}, one.initial_state(arrays, SGD))
@@ -186,7 +196,7 @@ def test_the_coordinates_compute_what_the_adapter_computes(zero: bool) -> None:
 def test_the_first_step_of_adam_changes_b_as_much_as_with_lora() -> None:
     """By the learning rate in the mean of squares, so that the learning rates of LoRA suit."""
     arrays, targets = start(zero=True)
-    one, adamw = rule(orthogonality=0.0), learner_settings()
+    one, adamw = rule(), learner_settings()
     state = one.initial_state(arrays, adamw)
     found, _ = one.apply(
         arrays,
