@@ -335,6 +335,12 @@ async def test_concurrency_is_limited() -> None:
     assert entered.qsize() == 4
 
 
+def test_a_run_without_rewards_scores_groups_like_one_with_functions() -> None:
+    """As many at once as one function by default."""
+    with closing(RewardRunner(())) as rewards:
+        assert rewards.concurrency == 8
+
+
 @pytest.mark.parametrize(("overrides", "concurrency"), [({"rollouts.scoring": 3}, 3), ({}, 8)])
 def test_the_profile_limits_the_groups_that_are_scored_at_once(overrides: dict[str, int], concurrency: int) -> None:
     """Without `rollouts.scoring`, as many as the largest `max_workers` can use, and at least 8."""
