@@ -115,7 +115,10 @@ class AdaLoraRule(StepRule):
         return {**_others(updated), **_matrices(new)}, inner._replace(slots=inner.slots | {VALUES: new} | scored)
 
     def _more_orthogonal(self, updated: Arrays, values: Arrays, learning_rate: float) -> Arrays:
-        """Return P and Q after the step of the penalty too, at the values before both; arrays are contiguous."""
+        """Return P and Q after the step of the penalty too; its gradient is that at the values before both steps.
+
+        Arrays are contiguous, as those of a checkpoint: products with others can differ in the last bit.
+        """
         found: Arrays = {}
         weight = 4.0 * learning_rate * self._settings.orthogonality
         for module in _modules(values):
