@@ -166,8 +166,8 @@ class FakeEngine:
 
     @property
     def running(self) -> int:
-        """Number of running rows."""
-        return sum(len(rows) for rows, _ in self._running.values())
+        """Number of running rows, in any thread: a copy of the values is one operation of the interpreter."""
+        return sum(len(rows) for rows, _ in list(self._running.values()))
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait at most 10 seconds until the condition holds."""
