@@ -65,7 +65,7 @@ def loaded(tmp_path: Path, program: str, *arguments: str) -> Loaded:
     )
 
 
-USED = {"adapters", "alarms", "cpu", "curriculum", "dashboard", "doctor", "machine", "ranks"}
+USED = {"adapters", "alarms", "cpu", "curriculum", "dashboard", "doctor", "graders", "machine", "ranks"}
 """Attachments that the small run uses."""
 
 DOORS = frozenset({"__init__.py", "attachment.py", "sections.py", "library.py"})
@@ -126,8 +126,8 @@ def test_the_first_example_loads_few_modules(tmp_path: Path) -> None:
             (data / file.name).symlink_to(file)
     files = loaded(tmp_path, str(example), "0").files
     assert [file for file in files if file.parts[0] == "training_run"] == []
-    assert_few(files, modules=124, lines=23_450)
-    assert used_attachments(files).keys() == {"cpu"}
+    assert_few(files, modules=120, lines=22_950)
+    assert used_attachments(files).keys() == {"cpu", "graders"}
 
 
 def test_a_run_loads_few_modules_and_handlers_when_they_are_requested(tmp_path: Path) -> None:
@@ -137,10 +137,10 @@ def test_a_run_loads_few_modules_and_handlers_when_they_are_requested(tmp_path: 
     """
     found = loaded(tmp_path, *SMALL_RUN)
     assert found.unprepared == []
-    assert_few(found.files, modules=252, lines=44_250)
+    assert_few(found.files, modules=248, lines=43_750)
     used = used_attachments(found.files)
     assert used.keys() == USED
-    assert sum(used.values()) <= 7_100
+    assert sum(used.values()) <= 7_600
     files = {str(file) for file in found.files}
     handlers = {
         "attachments/adapters/routes_adapters.py",

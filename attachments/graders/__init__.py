@@ -1,1 +1,1 @@
-"""Graders with a dependency: a model as judge, and math-verify."""
+"""Graders: comparisons of an answer with its reference, math-verify, and a model as judge."""

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from attachments.graders.arithmetic import BOLD
+from attachments.graders.choice_correctness import options as offered_options
+from attachments.graders.math_eval import parse_quantity
 from clotho.rewards.answer import answer_text
-from clotho.rewards.arithmetic import BOLD
-from clotho.rewards.choice_correctness import options as offered_options
-from clotho.rewards.math_eval import parse_quantity
 from clotho.rewards.registry import RewardFunction, RewardOptions
 from protocols.errors import ProfileError
 from protocols.prompt import Problem

@@ -10,7 +10,6 @@ from typing import Any
 from msgspec import Struct
 
 from clotho.extension import TableDoor, provided
-from clotho.rewards import choice_correctness, exact, jaccard, math_eval, tag_format
 from clotho.user_code import load_named
 from protocols.errors import ProfileError, did_you_mean
 from protocols.prompt import AnswerIn, Problem
@@ -32,14 +31,15 @@ class BuiltIn(Struct, frozen=True, kw_only=True):
     """A built-in function.
 
     expects: what it expects of a completion; `{place}` stands for the place of the answer, if it reads the answer.
-    function: a function with a bounded cost for every text, which runs in threads; None if it runs in worker processes.
-    load: `module:name` of what loads such a function. It is called with the `RewardOptions`, imports what the function
-    needs, returns it, and raises ProfileError. has_settings: whether it accepts `settings`. computes: whether `load`
-    returns what scores groups with a model of its own, in the compute threads of the run, in place of a function.
+    place: `module:name` of a function with a bounded cost for every text, which runs in threads; empty if it runs in
+    worker processes. load: `module:name` of what loads such a function. It is called with the `RewardOptions`, imports
+    what the function needs, returns it, and raises ProfileError. has_settings: whether it accepts `settings`. computes:
+    whether `load` returns what scores groups with a model of its own, in the compute threads of the run, in place of a
+    function.
     """
 
     expects: str
-    function: RewardFunction | None = None
+    place: str = ""
     load: str = ""
     has_settings: bool = False
     computes: bool = False
@@ -48,6 +48,12 @@ class BuiltIn(Struct, frozen=True, kw_only=True):
     def reads_answer(self) -> bool:
         """Whether the value depends on the answer that `answer_in` finds."""
         return "{place}" in self.expects
+
+    @property
+    def function(self) -> RewardFunction | None:
+        """The function that runs in threads, imported; None if there is none."""
+        function: RewardFunction | None = provided(self.place) if self.place else None
+        return function
 
 
 def environment_reward(
@@ -58,20 +64,20 @@ def environment_reward(
 
 
 CORE: Mapping[str, BuiltIn] = {
-    "format": BuiltIn(expects="<think>...</think><answer>...</answer>, and nothing else", function=tag_format.reward),
-    "math_eval": BuiltIn(expects="the value of the answer {place}", function=math_eval.reward),
-    "jaccard": BuiltIn(expects="words of the answer {place}", function=jaccard.reward),
-    "choice_correctness": BuiltIn(
-        expects="the letter or text of the correct option {place}", function=choice_correctness.reward
+    "format": BuiltIn(
+        expects="<think>...</think><answer>...</answer>, and nothing else", place="clotho.rewards.tag_format:reward"
     ),
-    "environment": BuiltIn(expects="what the environment of an episode gives", function=environment_reward),
-    "exact": BuiltIn(expects="the answer itself {place}", function=exact.reward),
+    "environment": BuiltIn(
+        expects="what the environment of an episode gives", place="clotho.rewards.registry:environment_reward"
+    ),
+    "exact": BuiltIn(expects="the answer itself {place}", place="clotho.rewards.exact:reward"),
 }
 """Built-in reward functions of the library."""
 
 REWARDS: TableDoor[BuiltIn] = TableDoor(
     "library.REWARDS",
-    {"judge": "graders", "math_verify": "graders", "reasoning_gym": "reasoning_gym", "reward_model": "reward_model"},
+    dict.fromkeys(("choice_correctness", "jaccard", "judge", "math_eval", "math_verify"), "graders")
+    | {"reasoning_gym": "reasoning_gym", "reward_model": "reward_model"},
 )
 """Built-in reward functions of attachments."""
 
@@ -100,10 +106,8 @@ def load_reward(name: str, options: RewardOptions | None = None, *, file: str = 
     if found is None:
         split_name(name)
         return _function(name, load_named(name, "rewards.name", file=file))
-    if found.function is None:
-        function: RewardFunction = provided(found.load)(options)
-        return function
-    return partial(found.function, answer_in=options.answer_in) if found.reads_answer else found.function
+    function: RewardFunction = found.function or provided(found.load)(options)
+    return partial(function, answer_in=options.answer_in) if found.place and found.reads_answer else function
 
 
 def split_name(name: str) -> tuple[str, str]:

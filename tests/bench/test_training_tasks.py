@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from attachments.graders import choice_correctness, math_eval
 from bench.contenders import arithmetic_task as task
 from bench.contenders import clotho_train, long_tail, tasks, training_task
 from bench.contenders.arithmetic_task import ARITHMETIC
@@ -17,7 +18,7 @@ from bench.contenders.deferred_evaluation import EVALUATED, UPDATED
 from bench.contenders.shapes import REAL_DIRECTORY
 from bench.contenders.training_task import TrainingClock, TrainingEnded, slowed
 from bench.runs import Record
-from clotho.rewards import choice_correctness, math_eval, tag_format
+from clotho.rewards import tag_format
 from clotho.settings.model import Lora
 from protocols.prompt import Problem
 from protocols.sampling import Completion, SampleRequest, Sampling

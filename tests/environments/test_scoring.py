@@ -7,7 +7,8 @@ from random import Random
 
 import pytest
 
-from clotho.rewards import choice_correctness, math_eval, tag_format
+from attachments.graders import choice_correctness, math_eval
+from clotho.rewards import tag_format
 from profiles.environments import scoring
 from protocols.prompt import Problem
 from tests.environments.paths import EMBEDDED

@@ -430,7 +430,7 @@ def runs_in_process(section: RewardSection) -> bool:
     if section.where == "cluster":
         return True
     if found := built_in().get(section.name):
-        return found.function is None and not found.computes
+        return not found.place and not found.computes
     return section.run_in != "thread"
 
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from clotho.rewards.arithmetic import MAX_CHARACTERS, EvaluationError, evaluate, plain_expression
+from attachments.graders.arithmetic import MAX_CHARACTERS, EvaluationError, evaluate, plain_expression
 from tests.cpu_limit import cpu_limit
 
 

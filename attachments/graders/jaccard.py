@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
+from attachments.graders.choice_correctness import reference_letters
+from attachments.graders.math_eval import parse_quantity
 from clotho.rewards.answer import answer_text
-from clotho.rewards.choice_correctness import reference_letters
-from clotho.rewards.math_eval import parse_quantity
 from protocols.prompt import AnswerIn, Problem
 
 WORD = re.compile(r"(?:(?<!\w)-(?=\d))?\w+(?:[.,'\u2019-]\w+)*")

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from clotho.rewards.jaccard import reward
+from attachments.graders.jaccard import reward
 from protocols.prompt import AnswerIn
 from tests.rewards.groups import answered, problem
 

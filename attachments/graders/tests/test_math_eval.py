@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from clotho.rewards.math_eval import reward
+from attachments.graders.math_eval import reward
 from protocols.prompt import AnswerIn
 from tests.rewards.groups import answered, problem
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from clotho.rewards.choice_correctness import options, reward
+from attachments.graders.choice_correctness import options, reward
 from protocols.prompt import AnswerIn
 from tests.rewards.groups import answered, problem
 

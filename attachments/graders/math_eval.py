@@ -5,8 +5,8 @@ from __future__ import annotations
 from fractions import Fraction
 from functools import lru_cache
 
+from attachments.graders.arithmetic import EvaluationError, Quantity, evaluate, plain_expression
 from clotho.rewards.answer import answer_text
-from clotho.rewards.arithmetic import EvaluationError, Quantity, evaluate, plain_expression
 from protocols.prompt import AnswerIn, Problem
 
 TOLERANCE = Fraction(1, 1_000_000)
