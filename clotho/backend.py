@@ -32,8 +32,11 @@ class Backend:
     chunk_logits = 2**24
     chunk_rows = 128
 
-    def compute_path(self, blas: str) -> str:
-        """Describe what computes in this process, for the startup screen. blas: the result of `load_blas`."""
+    def compute_path(self, blas: str, *, decodes: bool) -> str:
+        """Describe what computes in this process, for the startup screen.
+
+        blas: the result of `load_blas`. decodes: whether the engine decodes with a `row_decoder` of the backend.
+        """
         import mlx.core as mx
 
         if mx.default_device() != mx.Device(mx.cpu):

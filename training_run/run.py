@@ -159,7 +159,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
             profile=self.directory.path.name,
             model=relative_path(self.profile.model.path),
             machine=describe_machine(blas=blas),
-            compute_path=backend().compute_path(blas),
+            compute_path=backend().compute_path(blas, decodes=self.sampler.engine.has_row_decoder),
             policy=self.policy.description,
             address=self.address or None,
             run_dir=relative_path(self.directory.path),

@@ -110,9 +110,9 @@ class CpuBackend(Backend):
     chunk_logits = 2**20  # a chunk should stay in the cache of the processor
     chunk_rows = 32
 
-    def compute_path(self, blas: str) -> str:
-        """Describe what computes in this process."""
-        return f"host: NumPy/BLAS decode, {blas}"
+    def compute_path(self, blas: str, *, decodes: bool) -> str:
+        """Describe what computes in this process. decodes: whether rows are decoded in NumPy."""
+        return f"host: {'NumPy/BLAS' if decodes else 'MLX'} decode, {blas}"
 
     def install_layers(self, model: nn.Module) -> None:
         """Replace gates, norms, rotations and LoRA layers."""

@@ -220,6 +220,8 @@ async def diagnose(profile: Profile, console: Console, *, seconds: float = SECON
             with found.refused("model", "run_refused", "correct what the message names"):
                 context = await _context(profile, directory, compute, stack)
             found.add("model", _model(context, estimate))
+            engine = context.sampler.engine
+            found.add("compute", backend().compute_path(load_blas(), decodes=engine.has_row_decoder))
             if context.policy.adapted:
                 found.add("adapter", _adapter(context))
             work.start()
@@ -235,12 +237,11 @@ FACTS: Door[[Profile], Mapping[str, str]] = Door("attachment.facts")
 
 def check_without_model(found: Diagnosis, profile: Profile) -> MemoryEstimate:
     """Check machine, libraries, settings, port, memory and dataset. Raises Stopped."""
-    blas = load_blas()
-    described = describe_machine(blas=blas)
-    found.add("machine", f"{described.processor}, {described.cores} cores, {memory(physical_memory())}")
+    described = describe_machine(blas=load_blas())
+    where = f"MLX {described.mlx_version} on {described.backend}"
+    found.add("machine", f"{described.processor}, {described.cores} cores, {memory(physical_memory())}; {where}")
     for subject, fact in (item for facts in FACTS(profile) for item in facts.items()):
         found.add(subject, fact)
-    found.add("compute", f"MLX {described.mlx_version} on {described.backend}; {backend().compute_path(blas)}")
     installed = installed_versions()
     found.add("versions", ", ".join(f"{n} {v}" for n, v in installed.items()), version_findings(installed))
     method = profile.policy.method

@@ -120,6 +120,7 @@ class DecodeEngine:
     moves running rows to the new version.
     admission_paused: while True, no waiting row enters the batch; running rows finish.
     held: what clients hold: nothing, the admission of waiting rows, or everything: running rows stand still too.
+    has_row_decoder: whether the backend decodes the rows; otherwise the model does, with MLX.
     rounded_by: the setting that rounds keys and values in the KV cache of running rows; empty: none.
     """
 
@@ -153,6 +154,7 @@ class DecodeEngine:
         self.row_weights, self._batches = parts.rows, parts.batches
         self.rounded_by = parts.kv_format.setting
         decoder = parts.decoder(layout)
+        self.has_row_decoder = decoder is not None
         self._computing = self.row_weights.computing if decoder is None else decoder.computing
         short = short_tokens(source.model, layout)
         tokens, share = settings.kv_cache_tokens, settings.rollout_share

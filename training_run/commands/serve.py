@@ -189,7 +189,8 @@ def show(console: Console, serving: Serving, models: Sequence[ServedModel], addr
 def screen(serving: Serving, models: Sequence[ServedModel], address: str) -> Iterator[str]:
     """Return the lines of the start-up screen: machine, compute path, model, memory, names, address."""
     profile, base = serving.arguments.profile, serving.sampler.policy.description
-    yield from machine_lines(describe_machine(blas=load_blas()), backend().compute_path(load_blas()))
+    blas, engine = load_blas(), serving.sampler.engine
+    yield from machine_lines(describe_machine(blas=blas), backend().compute_path(blas, decodes=engine.has_row_decoder))
     bits = f", {base.quantization_bits} bits" if base.quantization_bits else ""
     yield (
         f"model    {relative_path(profile.model.path)}: {base.architecture}, {size(base.parameters)} parameters, "

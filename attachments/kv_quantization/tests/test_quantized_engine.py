@@ -14,6 +14,7 @@ from attachments.adapters.tests.adapter_models import engine_with_adapters, writ
 from attachments.kv_quantization.packed import PackedFormat
 from attachments.kv_quantization.sections import KV_QUANTIZATION, EightBits
 from attachments.speculation.sections import HistoryDrafts
+from clotho.backend import backend
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute
 from clotho.settings.bounds import Off
@@ -79,6 +80,14 @@ def test_recorded_log_probabilities_are_those_of_the_packed_cache(source: FixedS
         exact = [log_softmax(logits_V)[token] for logits_V, token in zip(logits_T_V, one.tokens, strict=True)]
         differences.append(np.abs(np.array(one.logprobs) - exact).mean())
     assert 0 < min(differences) <= max(differences) < model_lanes.atol(0.02)
+
+
+@pytest.mark.needs_cpu_path
+def test_the_compute_line_says_that_mlx_decodes_over_the_packed_cache(source: FixedSource) -> None:
+    """NumPy decodes over keys and values in their own type only."""
+    found = [make_engine(source, **settings).has_row_decoder for settings in ({}, PACKED)]
+    paths = [backend().compute_path("MKL", decodes=decodes) for decodes in found]
+    assert paths == ["host: NumPy/BLAS decode, MKL", "host: MLX decode, MKL"]
 
 
 def test_completions_of_other_rows_do_not_change_a_completion(source: FixedSource) -> None:
