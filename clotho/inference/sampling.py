@@ -359,6 +359,10 @@ def validate(request: SampleRequest, *, vocabulary: int, context: int, cache_tok
     return limit
 
 
+Bounded = msgspec.defstruct("Bounded", [(name, one.annotation) for name, one in PARAMETERS.items()], frozen=True)
+"""The parameters with their bounds. msgspec prepares a struct once, and a bare type at every conversion."""
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -378,13 +382,13 @@ def _check_seeds(seeds: tuple[int, ...]) -> None:
 
 
 def _check_sampling(sampling: Sampling, vocabulary: int) -> None:
-    for name, parameter in PARAMETERS.items():
-        value = getattr(sampling, name)
-        try:
-            msgspec.convert(value, parameter.annotation)
-        except msgspec.ValidationError as error:
-            shown = reprlib.repr(value)
-            raise RequestError(f"{name} is {shown}; allowed is {parameter.allowed} ({error})", param=name) from error
+    try:
+        msgspec.convert(sampling, Bounded, from_attributes=True)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$.")
+        name = path.rstrip("`").partition("[")[0]
+        shown, allowed = reprlib.repr(getattr(sampling, name)), PARAMETERS[name].allowed
+        raise RequestError(f"{name} is {shown}; allowed is {allowed} ({message})", param=name) from error
     if (low := below_least_positive(sampling)) is not None:
         message = f"{low} is {getattr(sampling, low):g}; allowed is {PARAMETERS[low].allowed}"
         raise RequestError(message, param=low)
