@@ -146,7 +146,7 @@ class TinkerRest:
         """Return the page of all sessions and their models, which a browser loads again every five seconds."""
         rows: list[Sequence[object]] = []
         for one in self._sessions.open(""):
-            shown = (one.name.rpartition("/")[0], one.session_id, one.fields.sdk_version, one.unfinished)
+            shown = (one.name.rpartition("/")[0], one.session_id, one.fields.sdk_version, len(one.unfinished))
             models = [(m.model_id, m.lora.rank, m.steps, f"{m.bytes / MIB:.1f}") for m in one.models.values()]
             rows += [(*shown, len(one.samplers), *model) for model in models] or [(*shown, len(one.samplers))]
         lines = ["".join(f"<td>{escape(visible(str(cell), 80))}</td>" for cell in row) for row in rows]

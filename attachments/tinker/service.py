@@ -349,7 +349,7 @@ def tinker_metrics(service: TinkerService) -> Iterator[Metric]:
     models = {model.model_id: model for one in sessions for model in one.models.values()}
     versions = Counter(visible(one.fields.sdk_version, 20) for one in sessions)
     yield gauges("clotho_tinker_sessions", "Open sessions by version of the SDK.", versions, by="sdk")
-    unfinished = {one.session_id: one.unfinished for one in sessions}
+    unfinished = {one.session_id: len(one.unfinished) for one in sessions}
     yield gauges("clotho_tinker_requests", "Requests of a session without a result.", unfinished, by="session")
     steps = {name: model.steps for name, model in models.items()}
     yield gauges("clotho_tinker_steps", "Optimizer steps of a model in training.", steps, by="model")

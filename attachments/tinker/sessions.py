@@ -7,6 +7,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import structlog
@@ -20,13 +21,14 @@ from protocols.errors import ClothoError, RequestError, visible
 log = structlog.get_logger(actor="tinker")
 
 KEPT_RESULTS = 256
-"""Results of a session that were read already, and are kept in case an answer is lost. The newest ones."""
+"""Results of a session that were read already, and are kept in case an answer is lost."""
 
 KEPT_ENDED = 1024
 """Sessions that have ended and are still known as such."""
 
 Key = tuple[str, int | None]
 Work = Coroutine[Any, Any, Answer]
+Requests = OrderedDict[str, asyncio.Task[Answer]]
 
 
 async def _result_of(work: Work) -> Answer:
@@ -46,8 +48,9 @@ async def _result_of(work: Work) -> Answer:
 class TinkerSession:
     """One client program. owner: the name of its API key; empty without one. name: for fair queues.
 
-    models: in memory, by id. samplers: ids of its sampling sessions. requests: by id. numbered: what was answered to
-    the newest requests, by their numbers. ended: set when it ends.
+    models: in memory, by id. samplers: ids of its sampling sessions. Requests by id: those that are not finished, the
+    newest results that nobody has read, and the newest that were read. numbered: what was answered to the newest
+    requests, by their numbers. seen: when it was last heard of, in seconds of the loop. ended: set when it ends.
     """
 
     def __init__(self, session_id: str, client: Client, fields: CreateSession) -> None:
@@ -55,15 +58,10 @@ class TinkerSession:
         self.name = f"{client.name}/{session_id}"
         self.models: dict[str, TrainedModel] = {}
         self.samplers: list[str] = []
-        self.requests: OrderedDict[str, asyncio.Task[Answer]] = OrderedDict()
+        self.unfinished, self.unread, self.read = Requests(), Requests(), Requests()
         self.numbered: OrderedDict[Key, Answer] = OrderedDict()
-        self.timer: asyncio.TimerHandle | None = None
+        self.seen, self.timer = 0.0, None  # type: float, asyncio.TimerHandle | None
         self.ended = asyncio.Event()
-
-    @property
-    def unfinished(self) -> int:
-        """Number of requests without a result."""
-        return sum(not one.done() for one in self.requests.values())
 
 
 class TinkerSessions:
@@ -88,6 +86,7 @@ class TinkerSessions:
         session = TinkerSession(secrets.token_hex(8), client, fields)
         self._open[session.session_id] = session
         self._touch(session)
+        self._watch(session)
         log.info("session_began", session=session.session_id, sdk=visible(fields.sdk_version, 40))
         return session
 
@@ -122,10 +121,15 @@ class TinkerSessions:
 
     def _touch(self, session: TinkerSession) -> None:
         """Let the session live for another while."""
-        if session.timer is not None:
-            session.timer.cancel()
-        reason = f"it sent no heartbeat for {self._seconds:g} seconds"
-        session.timer = asyncio.get_running_loop().call_later(self._seconds, self.end, session, reason)
+        session.seen = asyncio.get_running_loop().time()
+
+    def _watch(self, session: TinkerSession) -> None:
+        """End a session that was not heard of for long enough, or look again when it could be."""
+        loop = asyncio.get_running_loop()
+        if (end := session.seen + self._seconds) <= loop.time():
+            self.end(session, f"it sent no heartbeat for {self._seconds:g} seconds")
+        else:
+            session.timer = loop.call_at(end, self._watch, session)
 
     def end(self, session: TinkerSession, reason: str) -> None:
         """End a session: its requests, its models in memory, and its samplers."""
@@ -135,7 +139,7 @@ class TinkerSessions:
         _keep_newest(self._ended, KEPT_ENDED)
         if session.timer is not None:
             session.timer.cancel()
-        for task in session.requests.values():
+        for task in session.unfinished.values():
             task.cancel()
         self._on_end(session)
         session.ended.set()
@@ -150,7 +154,7 @@ class TinkerSessions:
         """
         if key in session.numbered:  # the answer was lost on the way to the client
             return session.numbered[key]
-        if session.unfinished >= self._max_pending:
+        if len(session.unfinished) >= self._max_pending:
             raise ApiError(
                 429,
                 f"{self._max_pending} requests of this session are not finished (server.tinker.max_pending).",
@@ -158,29 +162,35 @@ class TinkerSessions:
                 headers={"retry-after": "1"},
             )
         request_id = f"{session.session_id}:{secrets.token_hex(8)}"
-        session.requests[request_id] = asyncio.create_task(_result_of(begin()))
+        session.unfinished[request_id] = task = asyncio.create_task(_result_of(begin()))
+        task.add_done_callback(partial(self._finished, session, request_id))
         answer = {"request_id": request_id, **told}
         if key[1] is not None:
             session.numbered[key] = answer
             _keep_newest(session.numbered, 2 * self._max_pending)
         return answer
 
+    def _finished(self, session: TinkerSession, request_id: str, _: asyncio.Task[Answer]) -> None:
+        session.unread[request_id] = session.unfinished.pop(request_id)
+        _keep_newest(session.unread, self._max_pending)
+
     def pending(self, request_id: str, client: Client) -> tuple[TinkerSession, asyncio.Task[Answer]]:
         """Return a request and its session. Raises ApiError: 410 if its result is gone, or never was."""
         session = self.get(request_id.partition(":")[0], client)
-        if request_id not in session.requests:
-            raise ApiError(410, f"The request {visible(request_id, 60)!r} is gone.", code="gone")
-        return session, session.requests[request_id]
+        for requests in (session.unfinished, session.unread, session.read):
+            if request_id in requests:
+                return session, requests[request_id]
+        raise ApiError(410, f"The request {visible(request_id, 60)!r} is gone.", code="gone")
 
     async def result(self, request_id: str, client: Client, seconds: float) -> Answer | None:
         """Wait for a result; None if there is none after so many seconds. The newest ones that were read are kept."""
         session, task = self.pending(request_id, client)
         if not (await asyncio.wait([task], timeout=seconds))[0]:
             return None
-        session.requests.move_to_end(request_id)
-        read = [name for name, one in session.requests.items() if one.done()]
-        for old in read[:-KEPT_RESULTS]:
-            del session.requests[old]
+        session.unread.pop(request_id, None)
+        session.read[request_id] = task
+        session.read.move_to_end(request_id)
+        _keep_newest(session.read, KEPT_RESULTS)
         return {"error": "the request was cancelled", "category": "user"} if task.cancelled() else task.result()
 
     def cancel(self, request_id: str, client: Client) -> None:

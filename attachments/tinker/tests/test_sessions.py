@@ -8,7 +8,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from attachments.tinker.tests.tinker_server import Live, datum, tinker_server
+from attachments.tinker.sessions import KEPT_RESULTS
+from attachments.tinker.tests.tinker_server import Live, chunks, datum, tinker_server
 from tests import saved_models
 
 DATA = [datum([3, 9, 12, 7, 20, 5])]
@@ -128,6 +129,19 @@ def test_a_result_can_be_read_again(live: Live, place: Path) -> None:
     answers = [client.respond("retrieve_future", request_id=request_id).json() for _ in range(2)]
     assert answers[0] == answers[1]
     assert client.respond("retrieve_future", request_id=f"{client.session}:0").status_code == 410
+    client.post(f"sessions/{client.session}/finish")
+
+
+def test_results_that_nobody_has_read_are_kept(live: Live, place: Path) -> None:
+    """A program may read one of many results long before the others."""
+    client = live.client("tml-ann-1")
+    sampler = client.post(
+        "create_sampling_session", session_id=client.session, sampling_session_seq_id=1, base_model=str(place / "model")
+    )["sampling_session_id"]
+    call = {"sampling_session_id": sampler, "prompt": chunks([3, 9]), "sampling_params": {"max_tokens": 1}}
+    names = [client.post("asample", **call)["request_id"] for _ in range(KEPT_RESULTS + 2)]
+    for name in reversed(names):
+        assert client.respond("retrieve_future", request_id=name).status_code == 200
     client.post(f"sessions/{client.session}/finish")
 
 
