@@ -10,7 +10,6 @@ from typing import Any
 
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
-from google.protobuf.json_format import ParseDict
 from google.protobuf.message_factory import GetMessageClass
 
 PACKAGE = "tinker_public"
@@ -81,9 +80,9 @@ def _pool() -> DescriptorPool:
         for name, values in ENUMS.items()
     ]
     messages = [_message(name, lines) for name, lines in MESSAGES.items()]
-    file = {"name": f"{PACKAGE}.proto", "package": PACKAGE, "syntax": "proto2"}
+    file: dict[str, Any] = {"name": f"{PACKAGE}.proto", "package": PACKAGE, "syntax": "proto2"}
     pool = DescriptorPool()
-    pool.Add(ParseDict({**file, "enum_type": enums, "message_type": messages}, FileDescriptorProto()))
+    pool.Add(FileDescriptorProto(**file, enum_type=enums, message_type=messages))
     return pool
 
 

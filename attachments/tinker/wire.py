@@ -1,8 +1,7 @@
-"""The two wires of data and of results: JSON, and protobuf, which is read as JSON and written from it."""
+"""The two wires of data and of results: JSON, and protobuf, whose messages are read and written as its objects."""
 
 from __future__ import annotations
 
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -22,7 +21,8 @@ NO_TOKEN, NO_LOGPROB = 0, -99999.0
 """What fills up lists of the most probable tokens."""
 
 INT32, INT64, FLOAT32 = "<i4", "<i8", "<f4"
-DTYPES = {"DTYPE_FLOAT32": ("float32", FLOAT32), "DTYPE_INT64": ("int64", INT64), "DTYPE_INT32": ("int32", INT32)}
+DTYPES = {1: ("float32", FLOAT32), 2: ("int64", INT64), 3: ("int32", INT32)}
+"""Types of tensors by their numbers in `proto.ENUMS`, as JSON names them and as bytes."""
 
 
 @cache
@@ -47,51 +47,49 @@ def read_forward_backward(body: bytes, media_type: str) -> ForwardBackward:
 
 
 def _from_protobuf(body: bytes) -> dict[str, Any]:
-    from google.protobuf.json_format import MessageToDict
     from google.protobuf.message import DecodeError
 
     try:
         message = _message("ForwardBackwardRequest").FromString(body)
-        given: dict[str, Any] = MessageToDict(message, preserving_proto_field_name=True)
-    except (DecodeError, UnicodeDecodeError, ValueError) as error:
+        texts = {name: value.text for name, value in message.loss_fn_config_v2.items() if value.HasField("text")}
+        data = [
+            {
+                "model_input": {"chunks": [_chunk(chunk) for chunk in datum.model_input]},
+                "loss_fn_inputs": {name: _tensor(name, tensor) for name, tensor in datum.loss_fn_inputs.items()},
+            }
+            for datum in message.data
+        ]
+        config = dict(message.loss_fn_config) | texts
+    except (DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, "The request body is no ForwardBackwardRequest.") from error
-    values = given.pop("loss_fn_config_v2", {})
-    texts = {name: value["text"] for name, value in values.items() if "text" in value}
-    data = [
-        {
-            "model_input": {"chunks": [_chunk(chunk) for chunk in datum.get("model_input", ())]},
-            "loss_fn_inputs": {name: _tensor(name, one) for name, one in datum.get("loss_fn_inputs", {}).items()},
-        }
-        for datum in given.pop("data", ())
-    ]
-    config = given.pop("loss_fn_config", {}) | texts
-    given["forward_backward_input"] = {"data": data, "loss_fn": given.pop("loss_fn", ""), "loss_fn_config": config}
-    return given
+    given = {"data": data, "loss_fn": message.loss_fn, "loss_fn_config": config}
+    named = {name: getattr(message, name) for name in ("model_id", "seq_id", "forward_only") if message.HasField(name)}
+    return {**named, "forward_backward_input": given}
 
 
-def _chunk(chunk: Mapping[str, Any]) -> dict[str, Any]:
-    if "encoded_text" not in chunk:
-        return {"type": next(iter(chunk), "none")}
-    return {"tokens": _numbers("model_input", chunk["encoded_text"].get("tokens", ""), INT32)}
+def _chunk(chunk: Any) -> dict[str, Any]:
+    if not chunk.HasField("encoded_text"):
+        return {"type": next((field.name for field, _ in chunk.ListFields()), "none")}
+    return {"tokens": _numbers("model_input", chunk.encoded_text.tokens, INT32)}
 
 
-def _tensor(name: str, tensor: Mapping[str, Any]) -> dict[str, Any]:
-    if tensor.get("dtype") not in DTYPES:
+def _tensor(name: str, tensor: Any) -> dict[str, Any]:
+    if tensor.dtype not in DTYPES:
         raise invalid_field(visible(name, 60), "has an unknown type; send float32 or int64")
-    dtype, packed = DTYPES[tensor["dtype"]]
-    given = {"data": _numbers(name, tensor.get("dense", ""), packed), "dtype": dtype, "shape": tensor.get("shape")}
-    return given | {"sparse_crow_indices": tensor.get("sparse_csr")}
+    dtype, packed = DTYPES[tensor.dtype]
+    given = {"data": _numbers(name, tensor.dense, packed), "dtype": dtype, "shape": list(tensor.shape) or None}
+    return given | {"sparse_crow_indices": tensor.HasField("sparse_csr") or None}
 
 
-def _numbers(name: str, text: str, dtype: str) -> list[Any]:
-    content, size = b64decode(text), np.dtype(dtype).itemsize
+def _numbers(name: str, content: bytes, dtype: str) -> list[Any]:
+    size = np.dtype(dtype).itemsize
     if len(content) % size:
         raise invalid_field(visible(name, 60), f"has {len(content)} bytes, no multiple of {size}")
     return list(np.frombuffer(content, dtype=dtype).tolist())
 
 
-def _packed(values: Any, dtype: str) -> str:
-    return b64encode(np.asarray(values, dtype=dtype).tobytes()).decode("ascii")
+def _packed(values: Any, dtype: str) -> bytes:
+    return np.asarray(values, dtype=dtype).tobytes()
 
 
 def encoded(result: Answer, *, binary: bool) -> tuple[bytes, str]:
@@ -99,13 +97,8 @@ def encoded(result: Answer, *, binary: bool) -> tuple[bytes, str]:
     found = next((key for key in MESSAGES if key in result), None)
     if not binary or found is None:
         return msgspec.json.encode(result, enc_hook=lambda array: array.tolist()), JSON
-    from google.protobuf.json_format import ParseDict
-
     name, fields = MESSAGES[found]
-    message = ParseDict(fields(result), _message(name)())
-    for key, value in result.get("metrics", {}).items():  # JSON has no numbers that are not finite
-        message.metrics[key] = value
-    content: bytes = message.SerializeToString()
+    content: bytes = _message(name)(**fields(result)).SerializeToString()
     return content, PROTOBUF
 
 
@@ -119,7 +112,7 @@ def _gradient(result: Answer) -> Answer:
         fields[name] = {**data, "dtype": "DTYPE_FLOAT32"}
     kind = result["loss_fn_output_type"]
     record = {"type_tag": kind, "fields": fields, "num_datums": len(rows)}
-    return {"loss_fn_output_type": kind, "loss_fn_outputs": [record]}
+    return {"loss_fn_output_type": kind, "loss_fn_outputs": [record], "metrics": result["metrics"]}
 
 
 def _sample(result: Answer) -> Answer:
@@ -134,8 +127,8 @@ def _sample(result: Answer) -> Answer:
         for one in result["sequences"]
     ]
     scores, best = result["prompt_logprobs"], _best(result["topk_prompt_logprobs"])
-    scored = {} if scores is None else {"prompt_logprobs": _packed(scores, FLOAT32)}
-    return {"sequences": sequences, "topk_prompt_logprobs": best, **scored}
+    packed = None if scores is None else _packed(scores, FLOAT32)
+    return {"sequences": sequences, "topk_prompt_logprobs": best, "prompt_logprobs": packed}
 
 
 def _best(best: Sequence[Sequence[tuple[int, float]]] | None) -> Answer | None:

@@ -98,6 +98,16 @@ def damaged(content: bytes, random: Random) -> bytes:
     return bytes(found) or b"\x00"
 
 
+def test_names_that_are_no_text_are_refused(live: Live) -> None:
+    """Protobuf checks text when it is read, not when it arrives."""
+    client = live.client()
+    content, headers = protobuf(client.model("policy", rank=2)), {"content-type": PROTOBUF}
+    for name in (b"target_tokens", b"cross_entropy"):
+        damaged = content.replace(name, b"\xf8" + name[1:])
+        answer = client.http.post(f"{PREFIX}/forward_backward", content=damaged, headers=headers)
+        assert answer.status_code == 400, answer.text
+
+
 @pytest.mark.parametrize("count", [120, pytest.param(2000, marks=pytest.mark.slow)])
 def test_mutated_requests_are_refused(live: Live, count: int) -> None:
     """With a status of the client, unless they are still valid. A valid request then has the answer that it had."""
