@@ -105,7 +105,7 @@ class TinkerService:
         return {
             "fwdbwd_max_chunk_bytes_count": int(CHUNK_SHARE * self.context.settings.max_body_bytes),
             "sample_max_concurrent_requests": self.settings.max_pending,
-            **dict.fromkeys(("use_pyqwest_transport", "parallel_fwdbwd_chunks", "proto_compress_fwdbwd"), False),
+            **dict.fromkeys(("parallel_fwdbwd_chunks", "proto_compress_fwdbwd"), False),
         }
 
     def get_server_capabilities(self, call: bodies.Empty, client: Client) -> Answer:
