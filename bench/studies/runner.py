@@ -53,7 +53,8 @@ def key_of(flags: Sequence[str], data: str, seed: int, sources: str) -> Key:
 class Arm(Struct, frozen=True, kw_only=True):
     """One of the settings that a study compares. family: title of its table. reference: arm that it is compared with.
 
-    data: name of what the study prepares for it, if arms differ in that.
+    data: name of what the study prepares for it, if arms differ in that. quick: flags of its quick form, in place of
+    those of the study.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Arm(Struct, frozen=True, kw_only=True):
     data: str = ""
     family: str = ""
     reference: str = ""
+    quick: str = ""
 
 
 class Point(Struct, frozen=True, array_like=True):
@@ -148,19 +150,19 @@ class Study(Struct, frozen=True, kw_only=True):
         """The results file."""
         return results_path(self.name)
 
-    def flags_of(self, arm: Arm, *more: Sequence[str] | str) -> tuple[str, ...]:
-        """All flags of an arm."""
-        return merged(self.flags, arm.flags, *more)
+    def flags_of(self, arm: Arm, *, quick: bool = False) -> tuple[str, ...]:
+        """All flags of an arm. quick: of its quick form."""
+        return merged(self.flags, arm.flags, (arm.quick or self.quick) if quick else "")
 
-    def read(self, path: Path | None = None, more: str = "") -> list[Trial]:
+    def read(self, path: Path | None = None, *, quick: bool = False) -> list[Trial]:
         """The newest trial of every arm and seed, in this order. Arms with equal flags share their trials.
 
-        more: flags that all arms have besides.
+        quick: the trials of the quick form.
         """
         known = read_trials(path or self.results)
         found = []
         for arm in self.arms:
-            wanted = key_of(self.flags_of(arm, more), arm.data, 0, "")[:2]
+            wanted = key_of(self.flags_of(arm, quick=quick), arm.data, 0, "")[:2]
             mine = [(key[2:], one) for key, one in known.items() if key[:2] == wanted]
             ordered = sorted(mine, key=lambda one: one[0])
             found += [replace(one, arm=_label(arm.name, one.sources)) for _, one in ordered]
@@ -337,10 +339,9 @@ class Job(Struct, frozen=True, kw_only=True):
 def jobs_of(study: Study, chosen: argparse.Namespace, against: Path | None) -> list[Job]:
     """The trials in the order in which they are run."""
     arms, found = [arm for arm in study.arms if arm.name in chosen.arms], list[Job]()
-    more = study.quick if chosen.quick else ""
     for place, seed in enumerate(chosen.seeds):
         mine = [
-            Job(arm=arm, flags=study.flags_of(arm, more), seed=seed, sources=sources, root=root)
+            Job(arm=arm, flags=study.flags_of(arm, quick=chosen.quick), seed=seed, sources=sources, root=root)
             for arm in arms
             for sources, root in (("", ROOT), *(((chosen.against, against),) if against else ()))
         ]
@@ -411,6 +412,7 @@ def _trial(study: Study, job: Job, process: PipelineRun, parallel: int) -> Trial
 def run_study(study: Study, argv: Sequence[str]) -> int:
     """Run the missing trials and print the table. Returns 1 if a run ended before its first update."""
     chosen = _parser(study).parse_args(argv)
+    chosen.seeds = chosen.seeds or study.seeds[: 1 if chosen.quick else None]
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         against = stack.enter_context(working_tree(chosen.against)) if chosen.against else None
@@ -431,7 +433,7 @@ def run_study(study: Study, argv: Sequence[str]) -> int:
             sys.stderr.write(
                 f"bench: {done} of {len(jobs)}: {_label(job.arm.name, job.sources)}, seed {job.seed}: {shown}\n"
             )
-        if trials := study.read(path, study.quick if chosen.quick else ""):
+        if trials := study.read(path, quick=chosen.quick):
             sys.stdout.write(study.table(trials) + "\n")
     return 0 if complete else 1
 
@@ -441,7 +443,8 @@ def _parser(study: Study) -> argparse.ArgumentParser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     names = [arm.name for arm in study.arms]
     parser.add_argument("--arms", nargs="+", choices=names, default=names, metavar="NAME", help="Default: all.")
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(study.seeds))
+    seeds = ", ".join(map(str, study.seeds))
+    parser.add_argument("--seeds", type=int, nargs="+", help=f"Default: {seeds}; with --quick the first one.")
     parser.add_argument("--against", default="", metavar="COMMIT", help="Also run its sources, in turns.")
     parser.add_argument("--parallel", type=int, default=study.parallel, help="Runs at the same time, one thread each.")
     parser.add_argument("--priority", type=int, default=0, help="Real-time priority of the runs (Linux, needs rights).")

@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 
-class Calculator:
-    """One problem of one or two operations: 1 for the right number in the message that ends the episode."""
-
-    def reset(self, answer: str) -> None:
-        """Begin an episode. The prompt is the question."""
-        self._answer, self.reward = answer, 0.0
-
-    def step(self, text: str) -> None:
-        """Compare a message without calls with the answer. This ends the episode."""
-        self.reward = float(text.strip() == self._answer)
+class Tools:
+    """Three tools that keep nothing."""
 
     def add(self, a: int, b: int) -> int:
         """Add two numbers.
@@ -40,3 +32,15 @@ class Calculator:
             b: The second number.
         """
         return a - b
+
+
+class Calculator(Tools):
+    """One problem of one or two operations: 1 for the right number in the message that ends the episode."""
+
+    def reset(self, answer: str) -> None:
+        """Begin an episode. The prompt is the question."""
+        self._answer, self.reward = answer, 0.0
+
+    def step(self, text: str) -> None:
+        """Compare a message without calls with the answer. This ends the episode."""
+        self.reward = float(text.strip() == self._answer)

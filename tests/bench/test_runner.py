@@ -218,6 +218,14 @@ def test_quick_runs_are_small_and_not_kept(
     assert "| high | 0.400 |" in capsys.readouterr().out
 
 
+def test_the_quick_form_has_one_seed_and_the_quick_flags_of_its_arm(made: MadeRuns, tmp_path: Path) -> None:
+    """Those of an arm come in the place of those of the study."""
+    study = replace(STUDY, arms=(Arm(name="usual", flags=("--rate", "0.2")), Arm(name="own", quick="--rate 0.3")))
+    assert run_study(study, ["--quick", "--out", str(tmp_path / "out.jsonl")]) == 0
+    assert made.order() == [("0.2", "0", True), ("0.3", "0", True)]
+    assert ["--steps" in words for words, _ in made.started] == [True, False]
+
+
 def test_cells_say_how_many_seeds_have_a_value() -> None:
     """A column that no trial fills is left out."""
     trials = [made_trial([0.3, accuracy], seed=seed) for seed, accuracy in enumerate((0.8, 0.5, 0.9))]

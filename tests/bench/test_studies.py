@@ -46,17 +46,17 @@ STUDIES: tuple[Any, ...] = (
 ARMS = [(module.STUDY, arm) for module in STUDIES for arm in module.STUDY.arms]
 
 
-def profile_of(study: Study, arm: Arm, more: str = "") -> Profile:
+def profile_of(study: Study, arm: Arm, *, quick: bool = False) -> Profile:
     """The profile of an arm."""
-    arguments = parse_arguments(study.flags_of(arm, more))
+    arguments = parse_arguments(study.flags_of(arm, quick=quick))
     return load_profile(arguments.profile, arguments.overrides)
 
 
 @pytest.mark.parametrize(("study", "arm"), ARMS, ids=[f"{study.name} {arm.name}" for study, arm in ARMS])
 def test_every_arm_has_valid_settings(study: Study, arm: Arm) -> None:
     """Also in quick mode, and a reference that exists."""
-    for more in ("", study.quick):
-        profile_of(study, arm, more)
+    for quick in (False, True):
+        profile_of(study, arm, quick=quick)
     assert arm.reference in ("", *(one.name for one in study.arms))
 
 
