@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -21,10 +22,10 @@ from tests.training.policies_and_groups import random_groups, tiny_policy
 pytestmark = pytest.mark.needs_float32
 
 
-def critic(policy: Policy | None = None, **keys: Any) -> CriticUpdates:
-    """Return the critic of a tiny policy."""
+def critic(policy: Policy | None = None, *, learner: Mapping[str, Any] | None = None, **keys: Any) -> CriticUpdates:
+    """Return the critic of a tiny policy, whose learner has these settings."""
     settings = ValueHead(**{"warmup_steps": 0, "learning_rate": 1e-2, **keys})
-    learner = learner_settings(layout="padded", micro_batch_tokens=64)
+    learner = learner_settings(**{"layout": "padded", "micro_batch_tokens": 64, **(learner or {})})
     model = ValueModel(policy or tiny_policy(), settings, learner, UNDIVIDED)
     return CriticUpdates(model, settings, learner, max_tokens=16, turns=UNDIVIDED)
 
@@ -94,6 +95,39 @@ def test_the_critic_learns_what_completions_earn() -> None:
     assert np.mean(explained[-5:]) > 0.3 > np.mean(explained[:2])
     assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:2])
     assert all(np.array_equal(array, before[name]) for name, array in flat(policy.trainable()).items())
+
+
+def test_the_value_loss_is_the_mean_over_tokens_before_the_first_step() -> None:
+    """At the start all values are 0, so that it is half the mean square of the returns, whatever the epochs."""
+    groups = rewarded(0)
+    sizes, rewards = np.array([(len(c.tokens), g.rewards[0]) for g in groups for c in g.group.completions]).T
+    one = critic(gae_lambda=1.0, epochs=2)
+    one.judged(groups)
+    assert one.metrics()["critic/value_loss"] == pytest.approx(0.5 * sizes @ np.square(rewards) / sizes.sum())
+
+
+def test_the_critic_learns_the_whole_batch_at_its_own_rate() -> None:
+    """Minibatches and the LoRA+ ratio of the policy's learner change nothing, also once the head is not zero."""
+    ones = [critic(learner=keys) for keys in ({}, {"num_minibatches": 2, "lora_plus": 16.0})]
+    judged = [[one.judged(rewarded(0)) for _ in range(3)][-1] for one in ones]
+    assert [g.token_advantages for g in judged[0]] == [g.token_advantages for g in judged[1]]
+
+
+def test_the_gradient_of_the_critic_is_clipped_to_the_norm_of_the_learner() -> None:
+    """Adam's first step has the size of the learning rate, unless the clipped gradient is far below its epsilon."""
+    one = critic(learner={"max_grad_norm": 1e-12})
+    before = flat(one._model.arrays())
+    one.judged(rewarded(0))
+    assert all(np.allclose(array, before[name], atol=1e-4) for name, array in one._model._parameters.items())
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
+    """The step is left out."""
+    model = critic()._model
+    before = {name: np.array(array) for name, array in model.arrays().items()}
+    gradient = {name: mx.zeros_like(array) for name, array in model._parameters.items()}
+    assert not model.step(gradient | {BIAS: mx.array([np.nan])})
+    assert all(np.array_equal(array, before[name]) for name, array in model.arrays().items())
 
 
 def test_tokens_get_advantages_after_the_warm_up() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -91,10 +92,12 @@ class Fixed:
 async def test_correct_completions_learn_from_rewards_and_failed_ones_from_the_teacher(loss: str) -> None:
     """SRPO's routing: a completion has an advantage from rewards or a teacher, and not both."""
     settings = DistillationSection(teacher="@policy", loss=loss)  # type: ignore[arg-type]
-    scoring = TeacherScoring(Fixed(), settings, vocab_size=99, prompts=prompts())  # type: ignore[arg-type]
+    scoring = TeacherScoring(Fixed(), settings, vocab_size=4, prompts=prompts())  # type: ignore[arg-type]
     found = await scoring.around(Rewards()).score(scored(False, True).group)
     assert isinstance(found, ScoredGroup)
-    assert scoring.metrics()["distillation/taught"] == 0.5
+    if loss == "forward_kl":
+        taught = found.teacher[0]
+        assert (taught.tokens, taught.logprobs) == (((3, 0),), ((-0.25, -inf),)), "the policy has no token 4"
     learner = learner_settings(distillation_weight=1.0)
     advantages = compute_advantages([found], (), learner)
     assert [float(np.abs(row_T).max()) > 0 for row_T in advantages[0]] == [False, True]
@@ -104,6 +107,20 @@ async def test_correct_completions_learn_from_rewards_and_failed_ones_from_the_t
         for micro in mini.micro_batches
     }
     assert taught == {0: (loss == "reverse_kl", loss == "forward_kl"), 1: (False, False)}
+
+
+async def test_the_metrics_are_means_over_the_tokens_that_the_teacher_scored() -> None:
+    """Of those that the policy sampled, since the last step."""
+    settings = DistillationSection(teacher="@policy")
+    scoring = TeacherScoring(Fixed(), settings, vocab_size=99, prompts=prompts()).around(Rewards())  # type: ignore[arg-type]
+    assert isinstance(scoring, TeacherScoring)
+    first, second = scored(False, True).group.completions
+    told = replace(first, tokens=(1, 2), logprobs=(-0.5, 0.0), versions=(0, 0), sampled=(True, False))
+    await scoring.score(replace(scored(False, True).group, completions=(told, second)))
+    found = scoring.metrics()
+    names = ("kl", "teacher_logprob", "taught", "retries", "failed")
+    assert [found[f"distillation/{name}"] for name in names] == [-0.5 + 0.25, -0.25, 0.5, 0, 0]
+    assert [scoring.metrics()[f"distillation/{name}"] for name in names] == [None, None, None, 0, 0]
 
 
 def test_a_run_learns_from_itself_and_resumes_bit_for_bit(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from anyio import sleep
 
 import clotho
 from attachments.distillation import served_teacher
@@ -14,6 +15,7 @@ from attachments.distillation.served_teacher import ServedTeacher
 from attachments.distillation.teacher import TeacherError
 from attachments.distillation.tests.teachers import Answer, TeacherServer, scored
 from protocols.errors import ProfileError
+from protocols.sampling import MIN_LOGPROB
 from tests.library_policy import policy
 
 KEY = "sk-secret-0123456789"
@@ -59,12 +61,36 @@ async def test_the_best_tokens_of_each_position_are_sorted_and_cut(server: Teach
     assert found.logprobs == (-0.5, -0.5)
 
 
-async def test_a_busy_server_is_asked_again(server: TeacherServer) -> None:
-    """The repeated requests are counted."""
-    server.answer = lambda body: (503, {}) if len(server.requests) < 3 else scored(body)
+@pytest.mark.parametrize("status", [429, 529])
+async def test_a_busy_server_is_asked_again(
+    status: int, server: TeacherServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The repeated requests are counted, and the pauses between them are doubled up to a limit."""
+    pauses: list[float] = []
+    monkeypatch.setattr(served_teacher, "LONGEST_PAUSE", 0.003)
+    monkeypatch.setattr(served_teacher.random, "uniform", lambda low, high: high)
+    monkeypatch.setattr(served_teacher.anyio, "sleep", lambda seconds: sleep(pauses.append(seconds) or 0.0))
+    server.answer = lambda body: (status, {}) if len(server.requests) < 5 else scored(body)
     one = teacher(server.url)
     assert len(await one.score((1,), [(2,)])) == 1
-    assert one.retries == 2
+    assert one.retries == len(pauses) == 4
+    assert pauses == [0.001, 0.002, 0.003, 0.003]
+
+
+async def test_a_token_that_the_teacher_excludes_has_the_least_log_probability(server: TeacherServer) -> None:
+    """JSON has no minus infinity: a server writes null, or a large number."""
+    choice = {"index": 0, "prompt_logprobs": [None, {"3": {"logprob": None}}, {"4": {"logprob": -1e30}}]}
+    server.answer = lambda body: (200, {"choices": [choice]})
+    (found,) = await teacher(server.url).score((1,), [(3, 4)])
+    assert found.logprobs == (MIN_LOGPROB, MIN_LOGPROB)
+
+
+async def test_a_server_of_this_machine_is_asked_without_a_proxy(
+    server: TeacherServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment names one for the servers of other machines."""
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
+    assert len(await teacher(server.url, timeout_seconds=5.0).score((1,), [(2,)])) == 1
 
 
 async def test_a_server_that_stays_away_ends_in_an_error_within_the_time_limit(server: TeacherServer) -> None:
