@@ -120,7 +120,18 @@ def too_few(body: dict[str, Any]) -> Answer:
     return scored(body | {"prompt_logprobs": 1})
 
 
-@pytest.mark.parametrize("answer", [without_scores, other_tokens, too_few, lambda body: (400, {"error": "no"})])
+def unscored(body: dict[str, Any]) -> Answer:
+    """Answer without alternatives for one token."""
+    return 200, {"choices": [{"index": 0, "prompt_logprobs": [None, {"2": {"logprob": -0.5}}, None]}]}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        without_scores, other_tokens, too_few, unscored,
+        lambda body: (200, {"choices": []}), lambda body: (400, {"error": "no"}),
+    ],
+)  # fmt: skip
 async def test_an_answer_that_cannot_be_used_is_an_error_at_once(answer: Any, server: TeacherServer) -> None:
     """It is not repeated."""
     server.answer = answer
@@ -138,8 +149,9 @@ def test_a_server_that_is_down_at_the_start_is_refused(server: TeacherServer) ->
     server.close()
     with pytest.raises(ProfileError, match="cannot be reached"):
         teacher(server.url).encode(["ab"])
-    with pytest.raises(ProfileError, match="password"):
-        teacher("http://me:secret@localhost:1")
+    for secret in ("me:secret", "secret"):
+        with pytest.raises(ProfileError, match="password"):
+            teacher(f"http://{secret}@localhost:1")
     with pytest.raises(ProfileError, match="NO_SUCH_KEY"):
         teacher("http://localhost:1", api_key_env="NO_SUCH_KEY")
 

@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from attachments.tinker.tests.tinker_server import Client, Live, datum, tinker_server
 from tests import saved_models
@@ -90,6 +91,25 @@ def test_a_seed_gives_equal_tokens(client: Client, place: Path) -> None:
     sampler = client.sampler(client.model(str(place / "model")))
     one, other = (client.sample(sampler, PROMPT, max_tokens=8, seed=5, stop=[]) for _ in range(2))
     assert one["sequences"][0]["tokens"] == other["sequences"][0]["tokens"]
+
+
+def test_a_completion_ends_with_a_stop_token_or_a_stop_string(client: Client, place: Path) -> None:
+    """Both belong to it. Without any, the model's end tokens do; with `top_k` = 1, the most probable are sampled."""
+    sampler = client.sampler(client.model(str(place / "model")))
+
+    def tokens(**fields: Any) -> tuple[list[int], str]:
+        (one,) = client.sample(sampler, PROMPT, max_tokens=8, seed=5, **fields)["sequences"]
+        return one["tokens"], one["stop_reason"]
+
+    free, reason = tokens(stop=[])
+    assert (len(free), reason) == (8, "length")
+    words = Tokenizer.from_file(str(place / "model" / "tokenizer.json"))
+    token = next(one for one in free[2:] if len(words.decode([one])) == 1)
+    ended = (free[: free.index(token) + 1], "stop")
+    assert [tokens(stop=stop) for stop in ([token], words.decode([token]), [words.decode([token])])] == [ended] * 3
+    assert tokens(stop=[], top_k=1, temperature=1.3) == tokens(stop=[], temperature=0.0)
+    many = client.sample(sampler, PROMPT, max_tokens=40, seed=5, num_samples=16)["sequences"]
+    assert {one["tokens"][-1] for one in many if one["stop_reason"] == "stop"} == {words.token_to_id("<end>")}
 
 
 def test_a_snapshot_keeps_its_weights(client: Client, place: Path) -> None:

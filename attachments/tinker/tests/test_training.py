@@ -99,6 +99,28 @@ def test_the_first_step_of_adamw_moves_every_weight_by_the_learning_rate(client:
     np.testing.assert_allclose(moved, 1e-3, rtol=1e-4)
 
 
+def test_a_step_has_every_setting_of_the_client(client: Client, place: Path) -> None:
+    """AdamW in float64, w - rate (m / (sqrt(v) + eps) + decay w), with a gradient that is clipped to its norm."""
+    model_id = client.model(str(place / "model"))
+    adam = {"learning_rate": 1e-2, "beta1": 0.5, "beta2": 0.75, "eps": 0.1, "weight_decay": 0.25}
+    client.gradient(model_id, DATA)
+    client.step(model_id, **adam)  # afterwards no gradient is zero
+    before = arrays(place, saved(client, model_id, "before"))
+    client.gradient(model_id, DATA)
+    assert client.step(model_id, **adam, grad_clip_norm=0.5)["grad_norm:max"] > 0.5
+    after = arrays(place, saved(client, model_id, "after"))
+    squares = 0.0
+    for name in [key.removeprefix("parameters.") for key in before if key.startswith("parameters.")]:
+        kinds = ("parameters", "state.optimizer.adamw.m", "state.optimizer.adamw.v")
+        (w, m, v), (new_w, new_m, new_v) = ([np.float64(one[f"{k}.{name}"]) for k in kinds] for one in (before, after))
+        g = (new_m - 0.5 * m) / 0.5
+        squares += np.square(g).sum()
+        np.testing.assert_allclose(new_v, 0.75 * v + 0.25 * g**2, rtol=1e-3, atol=1e-9)
+        change = new_m / 0.75 / (np.sqrt(new_v / (1 - 0.75**2)) + 0.1)
+        np.testing.assert_allclose(new_w, w - 1e-2 * (change + 0.25 * w), rtol=1e-4, atol=1e-6)
+    assert np.sqrt(squares) == pytest.approx(0.5, rel=1e-3)
+
+
 def test_a_step_without_a_gradient_changes_nothing(client: Client, place: Path) -> None:
     """Its metrics say so."""
     model_id = trained(client, place / "model", 1)
