@@ -35,8 +35,7 @@ COMPUTING = (
     "attachments/adapters/", "attachments/alarms/", "attachments/atropos/", "attachments/cpu/",
     "attachments/curriculum/", "attachments/dashboard/", "attachments/dialects/", "attachments/files/",
     "attachments/keys/", "attachments/kv_quantization/", "attachments/machine/", "attachments/remote/",
-    "attachments/speculation/",
-    "attachments/tools/",
+    "attachments/router_replay/", "attachments/speculation/", "attachments/tools/",
     "tests/actors/", "tests/e2e/", "tests/inference/", "tests/lanes/", "tests/models/", "tests/oracle/",
     "tests/profiles/", "tests/scoring/", "tests/serving/", "tests/training/", "tests/training_run/",
 )  # fmt: skip

@@ -24,6 +24,8 @@ from clotho.training.objectives.functions import ATTACHED as OBJECTIVES
 from clotho.training.objectives.functions import objective
 from protocols.errors import ArtifactError, ModelError, ProfileError
 from tests.absent import without
+from tests.small_models import tiny_source
+from tests.training.policies_and_groups import BigramPolicy, learner, scored_group
 from training_run.adapters.reading import ADAPTER_FORMATS, read_adapter_of
 
 ROOT, RINGS = Path(__file__).parents[1], ("attachments", "clotho", "training_run")
@@ -103,6 +105,16 @@ def test_an_objective_of_an_absent_attachment_is_refused_by_its_name(monkeypatch
     without(monkeypatch, "preference")
     with pytest.raises(ProfileError, match=r"dpo.* needs the attachment 'preference'"):
         objective(Dpo())
+
+
+def test_routes_are_not_replayed_without_their_attachment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learner that has to replay them is refused; any other passes over a model with experts as before."""
+    source = tiny_source("qwen3_moe")
+    policy = BigramPolicy(source.model, source.vocab_size)
+    without(monkeypatch, "router_replay")
+    with pytest.raises(ModelError, match="needs the attachment 'router_replay'"):
+        learner(policy, router_replay="on")
+    assert learner(policy, router_replay="auto").update([scored_group([[1, 2], [3]], [0.0, 1.0])]).applied
 
 
 def test_a_model_file_of_an_absent_attachment_is_refused_by_its_name(

@@ -63,7 +63,8 @@ LIBRARY = {
 MATHEMATICS = (
     "clotho/models", "clotho/inference", "clotho/scoring", "clotho/training", "training_run/memory",
     "training_run/parity_check.py", "attachments/cpu", "attachments/kv_quantization", "attachments/metal",
-    "attachments/speculation", "attachments/replay", "attachments/preference/objectives.py",
+    "attachments/speculation", "attachments/replay", "attachments/router_replay",
+    "attachments/preference/objectives.py",
 )  # fmt: skip
 EVENT_LOOPS = {"asyncio", "anyio", "starlette", "hypercorn", "httpx"}
 MLX = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any, Protocol, cast
@@ -24,7 +24,6 @@ from clotho.models.folded_lora import FoldedAdapter
 from clotho.models.lora import AdaptedModule
 from clotho.models.module_calls import called, with_classes
 from clotho.models.parameters import Arrays, Parameters, ParameterSlots, flat, locate, nested
-from clotho.models.routes import again, current_pass
 from clotho.models.stages import backward_of, current_block
 
 
@@ -213,6 +212,9 @@ def checkpointed_blocks(blocks: list[nn.Module]) -> AbstractContextManager[None]
 ARRAY = object()
 """In the place of an array in what a block returns."""
 
+BUILDING: list[Callable[[], Callable[[], AbstractContextManager[None]]]] = []
+"""Called when a block is built that will be computed again; each returns what makes the context of that computation."""
+
 
 def _checkpointed_class(cls: type[Any]) -> type[Any]:
     forward = cls.__call__
@@ -223,7 +225,7 @@ def _checkpointed_class(cls: type[Any]) -> type[Any]:
         if any(isinstance(arg, _BaseCache) for arg in given):
             return forward(block, *args, **kwargs)
         keys = next((arg for arg in given if isinstance(arg, LayerKeys)), LayerKeys())
-        number, mark = current_block(), current_pass()
+        number, contexts = current_block(), [one() for one in BUILDING]
 
         parameters = flat(block.trainable_parameters())
         P, H = len(parameters), len(keys.held)
@@ -238,7 +240,9 @@ def _checkpointed_class(cls: type[Any]) -> type[Any]:
                 return own if arg is keys else next(rest) if isinstance(arg, mx.array) else arg
 
             own_args, own_kwargs = tree_map(mine, [args, kwargs])
-            with backward_of(number), again(mark):  # without effect in the forward pass
+            with backward_of(number), ExitStack() as entered:  # without effect in the forward pass
+                for again in contexts:
+                    entered.enter_context(again())
                 output = forward(block, *own_args, **own_kwargs)
             nonlocal returned
             returned = tree_map(lambda leaf: ARRAY if isinstance(leaf, mx.array) else leaf, output)

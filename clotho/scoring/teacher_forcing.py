@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from clotho.extension import Door
 from clotho.models.attention import AttentionLayers, install_cache_attention
 from clotho.models.experts import Mixtures, expert_load, recorded_passes
 from clotho.models.head import Blocks, split_model
-from clotho.models.routes import can_replay, install_routes
 from clotho.scoring.head_scores import HeadScores
 from clotho.scoring.layouts.forward import check_layout, hidden_states
-from clotho.scoring.routed_blocks import MicroBatchRoutes
-from clotho.scoring.sequences import MicroBatch, TokenTable
+from clotho.scoring.sequences import MicroBatch, RouteInputs, TokenTable
 from clotho.scoring.token_scores import SampledTokens, SamplingDistribution, Teacher, TokenScores, score
 from protocols.errors import ModelError
+
+Walk = Callable[[Blocks, Any], mx.array]
+"""Computes what the blocks return for the inputs of a layout, flat: (positions, D)."""
+
+
+class ReplayedRoutes(Protocol):
+    """The routes of a micro-batch."""
+
+    def replaying(self, blocks: Blocks) -> tuple[Blocks, list[mx.array]]:
+        """Return the blocks along these routes, and a list that receives what the learner's routers choose."""
+
+    def flips(self, own: Sequence[mx.array]) -> mx.array:
+        """Return the sums of the metric `flipped_routes`. own: what the routers choose, by layer, pass by pass."""
+
+
+class RouterReplay(Protocol):
+    """Replays the routes of the sampler in the passes of one model with experts."""
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the routers of the model can take the routes of the sampler."""
+
+    def of(self, micro: MicroBatch, given: RouteInputs, walk: Walk) -> ReplayedRoutes:
+        """Return the routes of a micro-batch. walk: in its layout. Raises ValueError for those of another model."""
+
+
+ROUTER_REPLAY: Door[[nn.Module, Mixtures], RouterReplay | None] = Door("library.router_replay")
+"""Returns what replays routes in a model with these experts."""
 
 
 class TeacherForcing:
@@ -42,8 +68,7 @@ class TeacherForcing:
         self._model = model
         self._split = split_model(model, vocab_size)
         self._mixtures = Mixtures(model)
-        if self._mixtures:
-            install_routes()
+        self._replay = ROUTER_REPLAY.first(model, self._mixtures) if self._mixtures else None
         self._head = HeadScores(self._split, vocab_size) if self._split else None
         self._layers: AttentionLayers | None = None
         self.layout = layout
@@ -85,7 +110,7 @@ class TeacherForcing:
         """Compute what predicts the tokens: hidden states, or logits if the model cannot be split; and the metrics."""
         blocks: Blocks = self._blocks
         given, own = micro.routes, list[mx.array]()
-        routes = MicroBatchRoutes(self._mixtures, micro, given, self._walk) if given and self._mixtures else None
+        routes = self._replay.of(micro, given, self._walk) if given and self._replay else None
         if routes and given and given.replays:
             blocks, own = routes.replaying(blocks)
         with self._mixtures.recorded() as chosen:
@@ -120,10 +145,10 @@ class TeacherForcing:
             raise ModelError("the blocks and the head of this model cannot be separated")
         return self._outputs(micro)[0]
 
-    @cached_property
+    @property
     def can_replay(self) -> bool:
         """Whether the model has experts, and its routers can take the routes of the sampler."""
-        return bool(self._mixtures) and can_replay(self._model, self._mixtures)
+        return self._replay is not None and self._replay.is_possible
 
     def logits(self, micro: MicroBatch) -> tuple[mx.array, mx.array | None]:
         """Compute the logits that predict the tokens of the table, (N, V), in the type of the model.

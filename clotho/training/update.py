@@ -29,12 +29,13 @@ import mlx.core as mx
 from msgspec import Struct
 from msgspec.structs import replace
 
+from clotho.extension import needs
 from clotho.models.loading import computing_dtype
 from clotho.models.machine import random_state, restore_random_state
 from clotho.models.parameters import Arrays, Parameters, fingerprint, flat
 from clotho.models.policy import TrainablePolicy
 from clotho.models.turns import UNSHARED, TurnBudget, Turns
-from clotho.scoring.teacher_forcing import TeacherForcing
+from clotho.scoring.teacher_forcing import ROUTER_REPLAY, TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.settings.learner import LearnerSection, RouterReplay
 from clotho.training.batch import Division, PerTokenAdvantages, TrainingBatch, prepare
@@ -346,10 +347,10 @@ class PolicyLearner:
 def _require_replay(mode: RouterReplay, forcing: TeacherForcing) -> None:
     """Raise ModelError if routes have to be replayed, and the model cannot."""
     if mode == "on" and not forcing.can_replay:
-        raise ModelError(
-            'learner.router_replay = "on" needs a model with experts whose routers choose with mx.argpartition; '
-            'choose "auto" or "off"'
-        )
+        reason = "needs a model with experts whose routers choose with mx.argpartition"
+        if not ROUTER_REPLAY.functions:
+            reason = needs("router_replay")
+        raise ModelError(f'learner.router_replay = "on" {reason}; choose "auto" or "off"')
 
 
 def _per_completion(groups: Sequence[ScoredGroup], advantages: PerTokenAdvantages) -> tuple[tuple[float, ...], ...]:

@@ -11,8 +11,8 @@ import pytest
 from mlx_lm.models import deepseek_v3, glm4_moe, kimi_linear
 from numpy.typing import NDArray
 
+from attachments.router_replay.routes import PassRoutes, can_replay, flipped, install_routes, routed
 from clotho.models.experts import Mixtures
-from clotho.models.routes import PassRoutes, can_replay, flipped, install_routes, routed
 from protocols.errors import ModelError
 from tests.small_models import tiny
 

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
+from attachments.router_replay.routes import PassRoutes, can_replay, flipped, install_routes, routed
 from clotho.models.experts import Mixtures, recorded_passes
 from clotho.models.head import Blocks
-from clotho.models.routes import PassRoutes, flipped, routed
 from clotho.scoring.sequences import MicroBatch, RouteInputs
+from clotho.scoring.teacher_forcing import RouterReplay, Walk
 
-Walk = Callable[[Blocks, Any], mx.array]
-"""Computes what the blocks return for the inputs of a layout, flat: (positions, D)."""
+
+class RoutesOfModel(RouterReplay):
+    """The replay of routes in a model of mlx-lm."""
+
+    def __init__(self, model: nn.Module, mixtures: Mixtures) -> None:
+        """Let the routers of all loaded models take routes."""
+        install_routes()
+        self._model, self._mixtures = model, mixtures
+
+    @cached_property
+    def is_possible(self) -> bool:
+        """Whether the routers take other routes than their own."""
+        return can_replay(self._model, self._mixtures)
+
+    def of(self, micro: MicroBatch, given: RouteInputs, walk: Walk) -> MicroBatchRoutes:
+        """Return the routes of a micro-batch."""
+        return MicroBatchRoutes(self._mixtures, micro, given, walk)
 
 
 class MicroBatchRoutes:

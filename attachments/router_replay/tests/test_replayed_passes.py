@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from attachments.router_replay.routes import PassRoutes, routed
 from clotho.inference.forced_decoder import ForcedDecoder
 from clotho.models.experts import Mixtures
 from clotho.models.policy_model import checkpointed_blocks
-from clotho.models.routes import PassRoutes, routed
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import TrainingSequence, scored_only
 from clotho.scoring.teacher_forcing import TeacherForcing

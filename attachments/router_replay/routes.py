@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from clotho.models.attention import model_modules
 from clotho.models.experts import EXPERTS, Mixtures
+from clotho.models.policy_model import BUILDING
 from protocols.errors import ModelError
 
 plain = mx.argpartition
@@ -96,6 +98,8 @@ def install_routes() -> None:
     So are compiled functions that choose experts: a routed pass computes them without compilation, because a compiled
     function keeps the routes of the pass that traced it.
     """
+    if _repeated not in BUILDING:
+        BUILDING.append(_repeated)
     for module in map(vars, model_modules()):
         if module.get("mx") is mx and any(cls in module.values() for cls in EXPERTS):
             module["mx"] = _core
@@ -128,19 +132,19 @@ def routed(mixtures: Mixtures, routes: PassRoutes) -> Iterator[RoutedPass]:
         raise ModelError("the routers of this model do not choose experts with mx.argpartition")
 
 
-def current_pass() -> tuple[RoutedPass, int] | None:
-    """Return the pass that is being built, and its next layer with experts; None outside."""
+def _repeated() -> Callable[[], AbstractContextManager[None]]:
+    """Return what computes a block again in the pass that is being built, from its next layer with experts on."""
     one = _current.get()
-    return None if one is None else (one, one.layer)
+    return partial(_again, one, 0 if one is None else one.layer)
 
 
 @contextmanager
-def again(mark: tuple[RoutedPass, int] | None) -> Iterator[None]:
-    """Compute a block again as in the pass that `current_pass` returned; without effect while a pass is built."""
-    if mark is None or _current.get() is not None:
+def _again(one: RoutedPass | None, layer: int) -> Iterator[None]:
+    """Compute a block as in a pass from this layer on; without effect while a pass is built."""
+    if one is None or _current.get() is not None:
         yield
         return
-    token = _current.set(mark[0].again(mark[1]))
+    token = _current.set(one.again(layer))
     try:
         yield
     finally:

@@ -1,0 +1,1 @@
+"""Replay of routes: the experts that the sampler has chosen compute the learner's passes."""
