@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, Self
 
 import mlx.core as mx
+from mlx.utils import tree_map
 from mlx_lm import models
 from mlx_lm.models import base
 from mlx_lm.models.cache import create_attention_mask
@@ -134,13 +135,14 @@ class LayerKeys:
 class AttentionLayers(NamedTuple):
     """How the blocks of a model take keys and masks.
 
-    caches: number of arrays of the state of each recurrent layer (`LayerState`), and 0 for each layer with keys.
-    mask_axes: None if the blocks pass masks to `attention` as they are; otherwise the number of axes of an array: 4 for
-    (B, heads, queries, keys); 5 for models that compute scores with heads split into groups. gap: number of columns
-    between the sequences of a packed row: the tokens that convolutions look back, at least 1; 0 without such layers.
+    caches: for each layer, the number of arrays of its state if it is recurrent (`LayerState`), and 0 if it has keys;
+    a tuple of such numbers if it has several caches. mask_axes: None if the blocks pass masks to `attention` as they
+    are; otherwise the number of axes of an array: 4 for (B, heads, queries, keys); 5 for models that compute scores
+    with heads split into groups. gap: number of columns between the sequences of a packed row: the tokens that
+    convolutions look back, at least 1; 0 without such layers.
     """
 
-    caches: tuple[int, ...]
+    caches: tuple[Any, ...]
     mask_axes: int | None
     gap: int = 0
 
@@ -191,6 +193,13 @@ class LayerState(LayerKeys):
         """Do nothing: a pass computes all tokens of its sequences."""
 
 
-def layer_caches(layers: AttentionLayers, length_B: mx.array | None = None) -> list[LayerKeys]:
+LayerCaches = list[Any]
+"""What replaces the caches of the blocks: `LayerKeys`, or a tuple of them for a layer with several caches."""
+
+
+def layer_caches(layers: AttentionLayers, length_B: mx.array | None = None) -> LayerCaches:
     """Return what replaces the caches of the blocks in a pass over new sequences. length_B: see `LayerState`."""
-    return [LayerState(arrays, length_B) if arrays else LayerKeys(layers) for arrays in layers.caches]
+    caches: LayerCaches = tree_map(
+        lambda arrays: LayerState(arrays, length_B) if arrays else LayerKeys(layers), list(layers.caches)
+    )
+    return caches

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
+from itertools import accumulate, pairwise
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any, Protocol, cast
 
@@ -224,20 +225,22 @@ def _checkpointed_class(cls: type[Any]) -> type[Any]:
         given = [leaf for _, leaf in cast(list[Any], tree_flatten([args, kwargs]))]
         if any(isinstance(arg, _BaseCache) for arg in given):
             return forward(block, *args, **kwargs)
-        keys = next((arg for arg in given if isinstance(arg, LayerKeys)), LayerKeys())
+        keys = {id(arg): arg for arg in given if isinstance(arg, LayerKeys)}
         number, contexts = current_block(), [one() for one in BUILDING]
 
         parameters = flat(block.trainable_parameters())
-        P, H = len(parameters), len(keys.held)
+        edges = [0, *accumulate([len(parameters), *(len(one.held) for one in keys.values())])]
         returned: Any = None  # a block may return other values beside arrays
 
-        def inner(*arrays: mx.array) -> tuple[list[mx.array], KeysAndValues]:
+        def inner(*arrays: mx.array) -> tuple[list[mx.array], list[KeysAndValues]]:
             """Compute the block with its parameters, and with keys and values of other blocks, as inputs."""
-            block.update(nested(dict(zip(parameters, arrays[:P], strict=True))))
-            own, rest = keys.holding(arrays[P : P + H]), iter(arrays[P + H :])  # neither visible to others nor kept
+            of_parameters, *held = (arrays[start:stop] for start, stop in pairwise(edges))
+            block.update(nested(dict(zip(parameters, of_parameters, strict=True))))
+            own = {key: one.holding(its) for (key, one), its in zip(keys.items(), held, strict=True)}
+            rest = iter(arrays[edges[-1] :])
 
             def mine(arg: Any) -> Any:
-                return own if arg is keys else next(rest) if isinstance(arg, mx.array) else arg
+                return next(rest) if isinstance(arg, mx.array) else own.get(id(arg), arg)  # own: nobody else sees it
 
             own_args, own_kwargs = tree_map(mine, [args, kwargs])
             with backward_of(number), ExitStack() as entered:  # without effect in the forward pass
@@ -248,10 +251,13 @@ def _checkpointed_class(cls: type[Any]) -> type[Any]:
             returned = tree_map(lambda leaf: ARRAY if isinstance(leaf, mx.array) else leaf, output)
             # New nodes, because returning the same array twice would lose a gradient if a block also returns its keys.
             found = [leaf for _, leaf in cast(list[Any], tree_flatten(output)) if isinstance(leaf, mx.array)]
-            return found, tuple(mx.contiguous(array) for array in own.held)
+            return found, [tuple(mx.contiguous(array) for array in one.held) for one in own.values()]
 
-        inputs = [*parameters.values(), *keys.held, *(arg for arg in given if isinstance(arg, mx.array))]
-        found, keys.held = _recomputed(inner)(*inputs)
+        held_before = [array for one in keys.values() for array in one.held]
+        inputs = [*parameters.values(), *held_before, *(arg for arg in given if isinstance(arg, mx.array))]
+        found, held = _recomputed(inner)(*inputs)
+        for one, its in zip(keys.values(), held, strict=True):
+            one.held = its
         rest = iter(found)
         return tree_map(lambda leaf: next(rest) if leaf is ARRAY else leaf, returned)
 

@@ -13,6 +13,7 @@ from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
 from protocols.errors import ModelError
 from tests import model_lanes
+from tests.scoring.layouts.test_check_layout import peeking
 from tests.scoring.scored import sequence_scores
 from tests.small_models import tiny
 from tests.training.policies_and_groups import VOCAB, Bigram, tiny_policy
@@ -67,17 +68,22 @@ def test_the_support_of_a_token_limits_its_distribution(whole: bool) -> None:
     )
 
 
-@pytest.mark.parametrize(("architecture", "layout"), [("qwen3", "auto"), ("mamba2", "auto"), ("falcon_h1", "padded")])
-def test_auto_is_padded_for_layers_with_attention_beside_a_state(architecture: str, layout: str) -> None:
+@pytest.mark.parametrize("architecture", ["qwen3", "mamba2", "falcon_h1"])
+def test_auto_stays_for_attention_and_for_states(architecture: str) -> None:
     """The resolved layout is the one to build micro-batches with."""
-    assert TeacherForcing(tiny(architecture), 64, layout="auto").layout == layout
+    assert TeacherForcing(tiny(architecture), 64, layout="auto").layout == "auto"
+
+
+def test_auto_is_padded_for_a_model_that_ignores_its_mask() -> None:
+    """Its logits in shared rows would be others."""
+    assert TeacherForcing(peeking(), 64, layout="auto").layout == "padded"
 
 
 @pytest.mark.parametrize("layout", ["packed", "shared"])
 def test_an_unsupported_layout_is_refused(layout: str) -> None:
     """If it is requested by name. The message names an alternative."""
     with pytest.raises(ModelError, match=rf'learner.layout = "{layout}".*choose "padded" or "auto"'):
-        TeacherForcing(tiny("falcon_h1"), 64, layout=layout)
+        TeacherForcing(peeking(), 64, layout=layout)
 
 
 def test_an_unsplittable_model_runs_whole_on_padded_rows() -> None:

@@ -38,7 +38,7 @@ def shapes(seed: int) -> Shapes:
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("architecture", ["qwen3_5", "qwen3_next", "kimi_linear", "mamba2"])
+@pytest.mark.parametrize("architecture", ["qwen3_5", "qwen3_next", "kimi_linear", "mamba2", "falcon_h1"])
 def test_values_and_gradients_are_those_of_sequences_alone(architecture: str, seed: int) -> None:
     """Within 1e-5 relative: log-probabilities, the loss, and the gradient of every parameter."""
     sequences = random_sequences(shapes(seed), seed=seed)
@@ -46,7 +46,7 @@ def test_values_and_gradients_are_those_of_sequences_alone(architecture: str, se
     assert largest_error(the_plain_way(policy(architecture), sequences), found) < 1e-5
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_5", "kimi_linear", "mamba2"])
+@pytest.mark.parametrize("architecture", ["qwen3_5", "kimi_linear", "mamba2", "falcon_h1"])
 def test_a_state_that_stays_between_sequences_is_refused(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check at load time sees what a sequence leaves to the next one."""
     model = tiny(architecture)

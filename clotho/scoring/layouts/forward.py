@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from clotho.models.attention import AttentionLayers, ResetState, install_cache_attention
 from clotho.models.head import Blocks, SplitModel
@@ -84,13 +84,17 @@ def _gap(model: nn.Module) -> int:
     return max([1, *(module.weight.shape[1] - 1 for module in model.modules() if isinstance(module, nn.Conv1d))])
 
 
-def _caches(model: nn.Module) -> tuple[int, ...]:
-    """Return the `caches` of `AttentionLayers`. Raises ValueError for layers with both a state and keys."""
-    caches = make_prompt_cache(model)
-    for cache in caches:
+def _caches(model: nn.Module) -> tuple[Any, ...]:
+    """Return the `caches` of `AttentionLayers`. Raises ValueError for another kind of cache."""
+
+    def arrays(cache: Any) -> Any:
+        if isinstance(cache, CacheList):
+            return tuple(map(arrays, cache.caches))
         if type(cache) not in (KVCache, RotatingKVCache, ArraysCache):
             raise ValueError(f"a layer has a state other than keys and values ({type(cache).__name__})")
-    return tuple(len(cache.cache) if isinstance(cache, ArraysCache) else 0 for cache in caches)
+        return len(cache.cache) if isinstance(cache, ArraysCache) else 0
+
+    return tuple(map(arrays, make_prompt_cache(model)))
 
 
 def _difference(split: SplitModel | None, layers: AttentionLayers, vocab_size: int, layout: str) -> str | None:

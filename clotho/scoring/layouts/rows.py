@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_map
 from numpy.typing import NDArray
 
 from clotho.models.attention import AttentionLayers, LayerKeys, LayerState, ResetState, layer_caches
@@ -206,11 +207,11 @@ def packed_states(blocks: Blocks, layers: AttentionLayers, inputs: PackedInputs,
     spaced, column_R_S = inputs.spaced(layers.gap)
     real_R_S = np.zeros(spaced.start_R_S.shape, dtype=np.bool_)
     np.put_along_axis(real_R_S, column_R_S, True, axis=1)
-    keys = [
-        PackedState(arrays, mx.array(real_R_S)) if arrays else PackedKeys(spaced.start_R_S, layers, offset)
-        for arrays in layers.caches
-    ]
-    hidden_R_S_D = blocks(mx.array(spaced.tokens_R_S), keys)
+
+    def cache(arrays: int) -> LayerKeys:
+        return PackedState(arrays, mx.array(real_R_S)) if arrays else PackedKeys(spaced.start_R_S, layers, offset)
+
+    hidden_R_S_D = blocks(mx.array(spaced.tokens_R_S), tree_map(cache, list(layers.caches)))
     R, S, D = hidden_R_S_D.shape
     hidden_P_D = hidden_R_S_D.reshape(-1, D)
     if column_R_S.shape[1] == S:

@@ -11,13 +11,22 @@ Completions of similar length share a pass over the blocks. Other lengths have s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_map
 from numpy.typing import NDArray
 
-from clotho.models.attention import AttentionLayers, KeysAndValues, LayerKeys, LayerState, layer_caches
+from clotho.models.attention import (
+    AttentionLayers,
+    KeysAndValues,
+    LayerCaches,
+    LayerKeys,
+    LayerState,
+    layer_caches,
+)
 from clotho.models.blocked_attention import VisibleKeys
 from clotho.models.head import Blocks
 from clotho.scoring.layouts.rows import Placement, bucket
@@ -125,16 +134,15 @@ def shared_states(blocks: Blocks, layers: AttentionLayers, inputs: SharedInputs)
     return mx.concatenate([hidden_F_P_D.reshape(-1, D), hidden_B_C_D.reshape(-1, D)])
 
 
-def _completion_states(
-    blocks: Blocks, layers: AttentionLayers, prompts: Sequence[LayerKeys], inputs: SharedInputs
-) -> mx.array:
+def _completion_states(blocks: Blocks, layers: AttentionLayers, prompts: LayerCaches, inputs: SharedInputs) -> mx.array:
     """Compute the hidden states of completions, (B, C, D), by segment; 0 beyond the columns of a segment."""
     segments_found = segments(inputs.length_B)
     C = inputs.tokens_B_C.shape[1]
     parts = []
     for segment in segments_found:
         own = inputs.segment(segment)
-        hidden = blocks(mx.array(own.tokens_B_C), [_continued(keys, own, layers) for keys in prompts])
+        caches = tree_map(partial(_continued, inputs=own, layers=layers), prompts)
+        hidden = blocks(mx.array(own.tokens_B_C), caches)
         parts.append(mx.pad(hidden, [(0, 0), (0, C - segment.columns), (0, 0)]))
     if len(parts) == 1:
         return parts[0]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_map
 from mlx_lm.models import gpt2
+from mlx_lm.models.cache import ChunkedKVCache
 
 from clotho.models.attention import AttentionLayers
 from clotho.models.head import split_model
@@ -38,18 +41,28 @@ def test_rounding_in_sixteen_bits_is_no_difference(layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "arrays"), [("mamba2", (2, 2)), ("lfm2", (1, 0)), ("qwen3_5", (2, 0)), ("kimi_linear", (4, 0))]
+    ("architecture", "arrays"),
+    [
+        ("mamba2", (2, 2)),
+        ("lfm2", (1, 0)),
+        ("qwen3_5", (2, 0)),
+        ("kimi_linear", (4, 0)),
+        ("falcon_h1", ((2, 0), (2, 0))),
+    ],
 )
-def test_prompts_are_shared_with_the_states_of_recurrent_layers(architecture: str, arrays: tuple[int, ...]) -> None:
-    """Completions begin with the state after their prompt, whose padding does not change it."""
+def test_prompts_are_shared_with_the_states_of_recurrent_layers(architecture: str, arrays: tuple[Any, ...]) -> None:
+    """Completions begin with the state after their prompt, whose padding does not change it; also beside attention."""
     assert prove(tiny(architecture), "shared").caches == arrays
 
 
 @pytest.mark.parametrize("layout", ["packed", "shared"])
-def test_layers_with_attention_beside_a_state_are_refused(layout: str) -> None:
+def test_layers_with_another_kind_of_cache_are_refused(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     """The message says why, and what to choose."""
+    model = tiny("qwen3")
+    caches: Any = ChunkedKVCache
+    monkeypatch.setattr(type(model), "make_cache", lambda _: [caches(8)], raising=False)
     with pytest.raises(ValueError, match=rf'learner.layout = "{layout}".*keys and values.*"padded" or "auto"'):
-        prove(tiny("falcon_h1"), layout)
+        prove(model, layout)
 
 
 def gpt() -> nn.Module:
@@ -102,14 +115,19 @@ class Peeks(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("layout", ["packed", "shared"])
-def test_a_model_that_ignores_its_mask_is_refused(layout: str) -> None:
-    """It runs without an error, but computes something else."""
+def peeking() -> nn.Module:
+    """Return a model that ignores its mask."""
     model = tiny("qwen3")
     for layer in model.layers:
         layer.self_attn = Peeks(layer.self_attn)
+    return model
+
+
+@pytest.mark.parametrize("layout", ["packed", "shared"])
+def test_a_model_that_ignores_its_mask_is_refused(layout: str) -> None:
+    """It runs without an error, but computes something else."""
     with pytest.raises(ValueError, match="logits differ"):
-        prove(model, layout)
+        prove(peeking(), layout)
 
 
 def test_models_whose_head_cannot_be_separated_are_refused() -> None:

@@ -28,7 +28,7 @@ from tests.scoring.layouts.reference_scores import (
 )
 
 RAGGED: Shapes = ((5, (9, 3, 1, 6)), (12, (4, 20)), (1, (2,)), (3, (1, 1)))
-RECURRENT = ("mamba2", "lfm2", "qwen3_5", "kimi_linear")
+RECURRENT = ("mamba2", "lfm2", "qwen3_5", "kimi_linear", "falcon_h1")
 EVEN: Shapes = ((11, (5, 5)), (4, (9, 3)))
 
 ROUNDED_GEMMA = 0.75
