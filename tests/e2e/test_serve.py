@@ -134,6 +134,7 @@ def with_adapters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterS
     }
     flags = [word for name, path in adapters.items() for word in ("--adapter", f"{name}={path}")]
     flags += ["--server.api-key", KEY, "--server.model-name", "base", "--sampling.max-tokens", "8"]
+    flags += ["--server.shutdown-seconds", str(PATIENCE_SECONDS)]
     with serving(*flags) as server:
         yield AdapterServer(server=server, adapters=adapters)
         with openai.OpenAI(base_url=server.url, api_key=KEY, max_retries=0) as client:
