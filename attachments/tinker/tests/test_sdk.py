@@ -63,4 +63,4 @@ def test_the_page_says_how_every_method_is_answered(live: Live) -> None:
 def test_the_example_runs(live: Live) -> None:
     """One step of GRPO, with few held-out problems."""
     output = client_program("attachments/tinker/examples/grpo.py", live.url, "1", "8")
-    assert [line.split(":")[0] for line in output.splitlines()] == ["before", "after"]
+    assert [line.split(":")[0] for line in output.splitlines()] == ["step 0", "step 1"]
