@@ -19,6 +19,7 @@ from msgspec import Struct, structs
 from attachments.tinker.bodies import Answer, SampleCall
 from attachments.tinker.sessions import TinkerSession
 from attachments.tinker.store import ModelWeights, TinkerStore, adapter_weights
+from attachments.tinker.turns import Turns
 from attachments.tinker.wire import text_tokens
 from clotho.inference.sampling import validate
 from clotho.lanes.compute_thread import finish
@@ -36,7 +37,8 @@ class ServedAdapter(Struct, kw_only=True, eq=False):
     """What the engine samples from under one name. place: on disk; None if it is in memory only.
 
     versions: steps of the optimizer, by version in the engine. weights: None if the engine does not hold them.
-    in_flight: newer weights take their place, and they stay in memory.
+    in_flight: newer weights take their place, and they stay in memory. used: sampled from, since its place was asked
+    for last.
     """
 
     name: str
@@ -46,6 +48,7 @@ class ServedAdapter(Struct, kw_only=True, eq=False):
     versions: dict[int, int] = {}
     weights: ModelWeights | None = None
     in_flight: bool = False
+    used: bool = False
 
 
 class SamplingSource(Struct, frozen=True, kw_only=True):
@@ -71,15 +74,16 @@ class SamplingSource(Struct, frozen=True, kw_only=True):
 class Samplers:
     """The sampling sessions of a server. All methods belong to the event loop.
 
-    At most `limit` adapters are in memory beside those in flight. The one that came first leaves for the disk, and
-    returns when it is sampled from: if the one used least recently left, few samplers would keep the places of all.
+    At most `limit` adapters are in memory beside those in flight. Of the others, the one that came first leaves for the
+    disk, after those that nobody samples from, and returns when it is sampled from (the clock algorithm). If the one
+    used least recently left, few samplers would keep the places of all. Sessions take turns to load their adapters.
     """
 
     def __init__(self, access: BaseAccess, store: TinkerStore, *, limit: int) -> None:
         self._access, self._store, self._limit = access, store, limit
         self._samplers: dict[str, SamplingSource] = {}
         self._adapters: OrderedDict[str, ServedAdapter] = OrderedDict()
-        self._lock = anyio.Lock()
+        self._turns = Turns()
 
     @property
     def resident(self) -> int:
@@ -119,18 +123,19 @@ class Samplers:
 
     async def publish(self, adapter: ServedAdapter, weights: ModelWeights) -> None:
         """Let the engine sample from weights, in place of earlier ones of the adapter."""
-        async with self._lock:
-            await self._provide(adapter, weights)
+        await self._turns.put(adapter.session_id, 1.0, partial(self._provide, adapter, weights))
 
     async def ready(self, adapter: ServedAdapter) -> None:
         """Let the engine hold an adapter. Raises CheckpointError if it cannot be read from disk."""
-        if adapter.weights is not None:
-            return
-        async with self._lock:
-            if adapter.weights is None:
-                assert adapter.place is not None
-                read = partial(adapter_weights, adapter.place, adapter.step)
-                await self._provide(adapter, await finish(self._access.compute.scoring.submit(read)))
+        adapter.used = True
+        while adapter.weights is None:
+            await self._turns.put(adapter.session_id, 1.0, partial(self._load, adapter))
+
+    async def _load(self, adapter: ServedAdapter) -> None:
+        if adapter.weights is None:
+            assert adapter.place is not None
+            read = partial(adapter_weights, adapter.place, adapter.step)
+            await self._provide(adapter, await finish(self._access.compute.scoring.submit(read)))
 
     def end(self, session: TinkerSession) -> None:
         """Forget what belongs to a session."""
@@ -155,8 +160,17 @@ class Samplers:
         if adapter.name in self._adapters:  # else the session has ended
             self._adapters.move_to_end(adapter.name)
         here = [one for one in self._adapters.values() if one.weights is not None and not one.in_flight]
-        for one in here[: max(0, len(here) - self._limit)]:
-            await self._leave(one)
+        if len(here) > self._limit:
+            await self._leave(self._unused([one for one in here if one is not adapter]))
+
+    def _unused(self, found: list[ServedAdapter]) -> ServedAdapter:
+        """Return the first adapter that was not used since its place was asked for last; the used ones queue up."""
+        for one in found:
+            if not one.used:
+                return one
+            one.used = False
+            self._adapters.move_to_end(one.name)
+        return found[0]
 
     async def _leave(self, adapter: ServedAdapter) -> None:
         weights = adapter.weights

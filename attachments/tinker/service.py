@@ -22,13 +22,14 @@ from prometheus_client.core import Metric
 
 from attachments.tinker import bodies
 from attachments.tinker.bodies import AdamFields, Answer, LoraFields
-from attachments.tinker.learner_queue import LearnerQueue
 from attachments.tinker.losses import checked_batch, require_adamw
 from attachments.tinker.models import TrainedModel, pass_bytes
 from attachments.tinker.samplers import Samplers, sample_request, sampled
 from attachments.tinker.sections import TinkerApi
 from attachments.tinker.sessions import TinkerSession, TinkerSessions
 from attachments.tinker.store import Kind, ModelWeights, SavedCheckpoint, SavedRun, TinkerStore, expiry
+from attachments.tinker.turns import Turns
+from clotho.lanes.compute_thread import finish
 from clotho.models.machine import memory_limit
 from clotho.sampler import BaseAccess
 from clotho.serving.auth import Client
@@ -50,7 +51,7 @@ class TinkerService:
     def __init__(self, access: BaseAccess, context: ServerContext, settings: TinkerApi) -> None:
         self.access, self.context, self.settings = access, context, settings
         self.store = TinkerStore(Path(settings.directory).expanduser())
-        self.queue = LearnerQueue(access.compute.learner.submit)
+        self.queue = Turns()
         self.samplers = Samplers(access, self.store, limit=settings.max_samplers)
         self.sessions = TinkerSessions(
             heartbeat_seconds=settings.heartbeat_seconds,
@@ -94,10 +95,14 @@ class TinkerService:
                 code="no_memory",
             )
 
+    def _learn(self, session: TinkerSession, cost: float, call: Callable[[], T]) -> Awaitable[T]:
+        """Queue a call for the learner's thread."""
+        return self.queue.put(session.name, cost, lambda: finish(self.access.compute.learner.submit(call)))
+
     def _on_end(self, session: TinkerSession) -> None:
         self.samplers.end(session)
         for model in session.models.values():
-            self.queue.put(session.name, 1.0, model.release)
+            self._learn(session, 1.0, model.release)
         session.models.clear()
 
     def config(self, call: bodies.Empty, client: Client) -> Answer:
@@ -166,7 +171,7 @@ class TinkerService:
 
         def begin() -> Any:
             model = self._admitted(session, run)
-            return work(self.queue.put(session.name, 1.0, partial(build, model)))
+            return work(self._learn(session, 1.0, partial(build, model)))
 
         return self.sessions.promise(session, (run.model_id, 0), begin, model_id=run.model_id)
 
@@ -194,7 +199,7 @@ class TinkerService:
             return await found if isawaitable(found) else found
 
         def begin() -> Any:
-            return work(self.queue.put(session.name, cost, partial(compute, model)))
+            return work(self._learn(session, cost, partial(compute, model)))
 
         return self.sessions.promise(session, (model_id, call.seq_id), begin, model_id=model_id)
 

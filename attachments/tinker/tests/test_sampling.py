@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,12 +14,15 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from attachments.tinker.samplers import ServedAdapter
 from attachments.tinker.tests.tinker_server import Client, Live, datum, tinker_server
+from clotho.serving import auth
 from tests import saved_models
 
 PROMPT = [3, 9, 12, 7]
 DATA = [datum([3, 9, 12, 7, 20, 5]), datum([4, 4, 8])]
 LIMIT = 2
+ANYBODY = auth.Client(name="", is_admin=True, arrived=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +131,44 @@ def test_a_snapshot_keeps_its_weights(client: Client, place: Path) -> None:
     assert now["prompt_logprobs"][0] is None
     assert now["prompt_logprobs"][1:] == pytest.approx(expected["prompt_logprobs"][1:], abs=1e-5)
     assert scores[-1]["prompt_logprobs"][1:] != pytest.approx(expected["prompt_logprobs"][1:], abs=1e-3)
+
+
+def loaded(live: Live) -> set[str]:
+    """Return the sampling adapters that are in memory."""
+    return {one.name for one in live.service.samplers._adapters.values() if one.weights is not None}
+
+
+def test_an_adapter_that_nobody_samples_from_leaves_first(live: Live, place: Path) -> None:
+    """The snapshots of a program that trains do not take the places of those that others sample from."""
+    client, samplers = live.client(), live.service.samplers
+    model_id = client.model(str(place / "model"))
+    used = [client.sampler(model_id) for _ in range(LIMIT)]
+    for _ in range(3):
+        client.sampler(model_id)
+        for sampler in reversed(used):
+            client.sample(sampler, PROMPT, max_tokens=1)
+        assert loaded(live) == {samplers.get(one, ANYBODY).weights for one in used}
+
+
+def test_sessions_take_turns_to_load_adapters(live: Live, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that asks for many does not make the others wait for all of them."""
+    many, one = live.client(), live.client()
+    adapters, samplers, order = [], live.service.samplers, list[str]()
+    for client, count in ((many, LIMIT + 3), (one, LIMIT + 1)):
+        model_id = client.model(str(place / "model"))
+        adapters += [samplers.get(client.sampler(model_id), ANYBODY).adapter for _ in range(count)][: count - LIMIT]
+    load = samplers._load
+
+    async def recorded(adapter: ServedAdapter) -> None:
+        order.append(adapter.session_id)
+        await load(adapter)
+
+    async def all_ready() -> None:
+        await asyncio.gather(*(samplers.ready(one) for one in adapters if one is not None))
+
+    monkeypatch.setattr(samplers, "_load", recorded)
+    live.call(all_ready)
+    assert order == [many.session, many.session, one.session, many.session]
 
 
 def test_what_is_sampled_in_flight_has_the_version_of_each_token(client: Client, live: Live, place: Path) -> None:
