@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from clotho.serving.parts import Handler, Handlers, ServerParts
 
 PREFIX = "/api/v1/"
+TENANTS = f"{PREFIX}tenants"
 
 CHECKPOINT = "training_runs/{run_id}/checkpoints/{kind}/{name}"
 
@@ -68,15 +69,20 @@ def server(parts: ServerParts) -> None:
         raise ProfileError('server.tinker needs protobuf: pip install "clotho-mlx[tinker]"')
     if (access := parts.offered.base) is None:
         raise ProfileError("server.tinker trains adapters of a base model: it excludes server.accept_weights")
+    from starlette.responses import RedirectResponse
+    from starlette.routing import Route
+
     from clotho.serving.parts import Endpoint, Handlers
 
     routes = Handlers("attachments.tinker.routes:TinkerRoutes", parts, access, settings)
-    own = []
+    own = [Endpoint("GET", TENANTS, routes.method("tenants"), admitted=False, access="admin")]
     for route, handle in _handlers(routes):
         method, path = route.split()
         own.append(Endpoint(cast(Any, method), PREFIX + path, handle, admitted=False))
     parts.endpoints[:0] = own
     parts.gauges.append(partial(_measured, routes))
+    if parts.offered.settings.dashboard:
+        parts.pages.append(lambda _: [Route("/", RedirectResponse(TENANTS))])
 
 
 def _measured(routes: Handlers) -> Iterable[Metric]:
@@ -101,5 +107,4 @@ def _handlers(routes: Handlers) -> Iterator[tuple[str, Handler]]:
         yield route, routes.method("constant", found=found)
     for route, advice in REFUSED.items():
         yield route, routes.method("refused", advice=advice)
-    yield "GET tenants", routes.method("tenants")
     yield f"GET {CHECKPOINT}/archive", routes.method("archive")
