@@ -13,7 +13,7 @@ from protocols.sampling import Sampling
 class SamplingSection(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters of the rollouts."""
 
-    group_size: Annotated[int, about("Number of completions per prompt.", ge=2, le=4096)] = 8
+    group_size: Annotated[int, about("Number of completions per prompt.", ge=1, le=4096)] = 8
 
 
 KvPolicy = Literal["keep", "recompute", "drain"]

@@ -79,6 +79,12 @@ def needs_rewards(v: Values) -> bool:
     return not (v["learner.objective.type"] == "sft" or of_dataset or of_teacher or v.get("stages"))
 
 
+def compares_in_groups(v: Values) -> bool:
+    """Whether all that is learned is how completions differ from the others of their group."""
+    judged = v.get("critic.type", "off") != "off" or v.get("distillation.teacher") or custom_flow(v)
+    return not judged and v.get(ADVANTAGE) not in ("batch", FROM_GROUPS)
+
+
 # fmt: off
 NO_EFFECT = (
     Rule("learner.distillation_weight", lambda v, _: not (has_environments(v) or v.get("distillation.teacher")),
@@ -159,6 +165,9 @@ CONTRADICTIONS = (
          "= false excludes atropos and sessions: clients run ahead; learner.max_staleness limits how far"),
     Rule("learner.num_minibatches", lambda v, x: x > v["learner.batch_size"] + v.get("replay.groups", 0),
          "= {} must be at most the number of groups per update: learner.batch_size and replay.groups"),
+    Rule("sampling.group_size", lambda v, x: x == 1 and compares_in_groups(v),
+         "= {} leaves nothing to compare a completion with: take at least 2, a critic, a teacher, or "
+         'learner.objective.advantage = "batch"'),
     Rule("sampling.max_tokens", lambda v, x: x >= v["engine.kv_cache_tokens"],
          "= {} must be less than engine.kv_cache_tokens = {v[engine.kv_cache_tokens]}"),
     Rule("learner.objective.overlong_penalty.buffer", lambda v, x: x >= v["sampling.max_tokens"],

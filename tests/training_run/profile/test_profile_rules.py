@@ -105,6 +105,22 @@ def test_a_contradiction_or_a_setting_without_effect_is_refused(sections: dict[s
 
 
 @pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({}, "sampling.group_size"),
+        ({"learner": {"objective": {"type": "rloo"}}}, "sampling.group_size"),
+        ({"learner": {"objective": {"type": "dpo"}}, "preference": {"pairs": "rewards"}}, "sampling.group_size"),
+        ({"learner": {"objective": {"advantage": "batch"}}}, None),
+        ({"critic": "value_head"}, None),
+        ({"learner": {"distillation_weight": 1.0}, "distillation": {"teacher": "large"}}, None),
+    ],
+)
+def test_a_group_of_one_needs_something_else_to_be_compared_with(sections: dict[str, Any], key: str | None) -> None:
+    """A critic, a teacher, or the other groups of the batch."""
+    assert fault(sampling={"group_size": 1}, **sections) == key
+
+
+@pytest.mark.parametrize(
     "sections",
     [
         {},
