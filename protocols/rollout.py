@@ -107,6 +107,8 @@ class ScoredGroup(Struct, frozen=True, kw_only=True, tag=True):
     teacher: the teacher's alternatives, for distillation; without tokens for a completion that has no teacher.
     teacher_logprobs: log-probability per token under a teacher. It is added to the advantage, less that of the policy.
     Empty for a completion that has no teacher.
+    teacher_weights: weight per token in the loss, relative to the mean of the batch; above 0. Empty for a completion
+    that has no teacher.
     logprob_error: largest difference in nats between the log-probabilities in the message and those of the sample log;
     None if the sample log contains none.
     """
@@ -121,6 +123,7 @@ class ScoredGroup(Struct, frozen=True, kw_only=True, tag=True):
     zero_advantage: tuple[bool, ...] = ()
     teacher: tuple[TeacherTokens, ...] = ()
     teacher_logprobs: tuple[tuple[float, ...], ...] = ()
+    teacher_weights: tuple[tuple[float, ...], ...] = ()
     logprob_error: float | None = None
 
     def __post_init__(self) -> None:
@@ -141,6 +144,7 @@ class ScoredGroup(Struct, frozen=True, kw_only=True, tag=True):
         _require_token_lengths("token_advantages", self.token_advantages, completions)
         _require_token_lengths("reference_logprobs", self.reference_logprobs, completions)
         _require_token_lengths("teacher_logprobs", self.teacher_logprobs, completions, or_none=True)
+        _require_token_lengths("teacher_weights", self.teacher_weights, completions, or_none=True)
         _require_token_lengths("teacher", tuple(one.tokens for one in self.teacher), completions, or_none=True)
         _require_token_lengths("teacher", tuple(one.logprobs for one in self.teacher), completions, or_none=True)
 

@@ -516,12 +516,14 @@ class PromptLogprobs(Struct, frozen=True, kw_only=True):
     """Log-probabilities of given tokens under the policy at temperature 1, without filters.
 
     version: policy version that computed them. logprobs: natural logarithms, one for each token except the first.
-    top_logprobs: at the same positions, the most probable (token, log-probability) pairs, best first.
+    top_logprobs: at the same positions, the most probable (token, log-probability) pairs, best first. entropies: of the
+    distributions at these positions, in nats.
     """
 
     version: int
     logprobs: tuple[float, ...]
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...]
+    entropies: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise ValueError if the fields differ in length."""

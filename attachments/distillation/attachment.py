@@ -35,9 +35,9 @@ NO_EFFECT = (
         TEACHER,
     ),
     Rule(
-        "distillation.hint",
+        "distillation.hint distillation.entropy_sensitivity",
         lambda v, _: v[TEACHER] != POLICY,
-        f'only {TEACHER} = "{POLICY}" reads a hint',
+        f'only {TEACHER} = "{POLICY}" makes the policy its own teacher',
         TEACHER,
     ),
     Rule(

@@ -2,8 +2,8 @@
 
 SDPO (arXiv:2601.20802) lets the policy that has seen feedback or a correct completion score a completion, token by
 token. SRPO (arXiv:2604.02288) routes completions: those that are correct learn from rewards, those that failed from
-this teacher. Departures: a failed completion without a hint, such as one of a group without any correct completion,
-learns from its reward; teachers are weighted alike, whatever their entropy is.
+this teacher, whose confidence weights their tokens. A failed completion without a hint, such as one of a group without
+any correct completion, learns from its reward.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class OwnTeacher:
             except GenerationError as error:
                 raise TeacherError(str(error)) from error
             best = scored.top_logprobs[start:] if self._top else ()
-            found.append(TeacherScores(logprobs=scored.logprobs[start:], best=best))
+            found.append(TeacherScores(logprobs=scored.logprobs[start:], best=best, entropies=scored.entropies[start:]))
         return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from math import inf
+from math import exp, inf
 from typing import Any
 
 import structlog
@@ -97,6 +97,9 @@ class TeacherScoring(UpdateHook):
     def _taught(self, scored: ScoredGroup, found: Sequence[TeacherScores | None]) -> ScoredGroup:
         if not self._settings.beside_rewards:
             scored = replace(scored, zero_advantage=tuple(one is not None for one in found))
+        if self._settings.is_own and (beta := self._settings.entropy_sensitivity):
+            rows = [() if one is None else tuple(exp(-beta * nats) for nats in one.entropies) for one in found]
+            scored = replace(scored, teacher_weights=tuple(rows))
         if self._settings.loss == "reverse_kl":
             return replace(scored, teacher_logprobs=tuple(() if one is None else one.logprobs for one in found))
         return replace(scored, teacher=tuple(map(self._alternatives, found)))

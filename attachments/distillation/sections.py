@@ -40,6 +40,15 @@ class DistillationSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             min_length=1,
         ),
     ] = HINT
+    entropy_sensitivity: Annotated[
+        float,
+        about(
+            "Weight exp(-entropy_sensitivity H) of tokens that the policy teaches itself, relative to the mean of the "
+            "batch; H: entropy of the teacher in nats; 0: equal weights.",
+            ge=0,
+            le=10,
+        ),
+    ] = 1.0
     model: Annotated[str, about("Name of the teacher at its server; empty: the server's only model.")] = ""
     api_key_env: Annotated[str, about("Environment variable with the API key of the server; empty: no key.")] = ""
     timeout_seconds: Annotated[PositiveFloat, about("Time for a group at the server, repeated requests included.")] = (

@@ -35,11 +35,12 @@ class TeacherScores(Struct, frozen=True, kw_only=True):
     """What a teacher says about the tokens of one completion, in nats.
 
     logprobs: of each token, (T,). best: tokens with the highest log-probability at each position, with these, best
-    first; empty if none were asked for.
+    first; empty if none were asked for. entropies: of the distributions at these positions; empty if not computed.
     """
 
     logprobs: tuple[float, ...]
     best: tuple[tuple[tuple[int, float], ...], ...] = ()
+    entropies: tuple[float, ...] = ()
 
 
 class GroupTeacher(Protocol):

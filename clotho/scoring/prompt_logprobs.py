@@ -56,20 +56,22 @@ class PromptScorer:
         """
         self._policy.use(parameters)
         try:
-            logprobs, alternatives = self._score_chunks(tokens, top, distribution, adapter)
+            logprobs, entropies, alternatives = self._score_chunks(tokens, top, distribution, adapter)
         finally:
             self._policy.release()
         self._rows.keep({adapter.version} if adapter is not None else set())
         own = version if adapter is None else adapter.version
-        return PromptLogprobs(version=own, logprobs=tuple(logprobs), top_logprobs=tuple(alternatives))
+        return PromptLogprobs(
+            version=own, logprobs=tuple(logprobs), top_logprobs=tuple(alternatives), entropies=tuple(entropies)
+        )
 
     def _score_chunks(
         self, tokens: Sequence[int], top: int, distribution: SamplingDistribution, adapter: RowAdapter | None
-    ) -> tuple[list[float], list[Alternatives]]:
+    ) -> tuple[list[float], list[float], list[Alternatives]]:
         policy, turns = self._policy, self._turns
         rows = min(self._chunk, rows_at_once(policy.vocab_size))
         cache: list[Any] = make_prompt_cache(policy.model)
-        logprobs: list[float] = []
+        logprobs, entropies = list[float](), list[float]()
         alternatives: list[Alternatives] = []
         for start in range(0, len(tokens) - 1, rows):
             target_N = mx.array(list(tokens[start + 1 : start + 1 + rows]))
@@ -82,29 +84,31 @@ class PromptScorer:
             ):
                 logits_N_V = policy.model(token_1_N, cache=cache)[0]
             turns.evaluate(stages.take(), [logits_N_V, [layer.state for layer in cache]])
-            logp_N, best = _scores(logits_N_V, target_N, min(top, logits_N_V.shape[-1]), distribution)
+            logp_N, entropy_N, best = _scores(logits_N_V, target_N, min(top, logits_N_V.shape[-1]), distribution)
             logprobs += logp_N.tolist()
+            entropies += entropy_N.tolist()
             alternatives += best
             turns.pause()
-        return logprobs, alternatives
+        return logprobs, entropies, alternatives
 
 
 def _scores(
     logits_N_V: mx.array, target_N: mx.array, top: int, distribution: SamplingDistribution
-) -> tuple[NDArray[np.float32], list[Alternatives]]:
+) -> tuple[NDArray[np.float32], NDArray[np.float32], list[Alternatives]]:
     sampled = SampledTokens(target_N, None, distribution)
     totals = scoring(sampled)(logits_N_V)
-    logp_N = np.array(totals.logp_N)
+    logp_N, entropy_N = np.array(totals.logp_N), np.array(totals.entropy_N)
     if not np.isfinite(logp_N).all():
         raise GenerationError("the model's logits are not finite")
     if not top:
-        return logp_N, [()] * len(logp_N)
+        return logp_N, entropy_N, [()] * len(logp_N)
     z_N_V = sampled.scaled(logits_N_V, None)
     best_N_K = mx.argpartition(-z_N_V, kth=top - 1, axis=-1)[:, :top]
     best_logp_N_K = np.array(mx.take_along_axis(z_N_V, best_N_K, axis=-1) - totals.logsumexp_N[:, None])
     token_N_K = np.array(best_N_K)
     order_N_K = np.argsort(-best_logp_N_K, axis=-1, kind="stable")
-    return logp_N, [
+    best = [
         tuple((int(token_K[k]), float(logp_K[k])) for k in order_K)
         for token_K, logp_K, order_K in zip(token_N_K, best_logp_N_K, order_N_K, strict=True)
     ]
+    return logp_N, entropy_N, best

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress
 from typing import NamedTuple
 
@@ -33,7 +33,12 @@ from protocols.sampling import Completion
 
 
 def training_sequence(
-    number: int, group: ScoredGroup, i: int, advantage_T: NDArray[np.float64], share: float, settings: LearnerSection
+    number: int,
+    group: ScoredGroup,
+    i: int,
+    advantage_T: NDArray[np.float64],
+    share: float | NDArray[np.float64],
+    settings: LearnerSection,
 ) -> TrainingSequence:
     """Return completion `i` of a group for training. number: index of the group. share: loss weight of its tokens.
 
@@ -53,7 +58,7 @@ def training_sequence(
         version_T=np.asarray(completion.versions, dtype=np.int32),
         advantage_T=advantage_T.astype(np.float32),
         loss_mask_T=loss_mask_T,
-        loss_weight_T=np.float32(share) * loss_mask_T,
+        loss_weight_T=np.asarray(share, dtype=np.float32) * loss_mask_T,
         supports=completion.supports,
         sampled_mask_T=mask_T if completion.sampled else None,
         temperature=temperature_of(group, i),
@@ -183,6 +188,22 @@ def _zero_untrained(group: ScoredGroup, rows: Sequence[NDArray[np.float64]]) -> 
     ]
 
 
+def teacher_weights(groups: Sequence[ScoredGroup]) -> dict[tuple[int, int], NDArray[np.float64]]:
+    """Return the weights of what teachers say by (group, completion), with mean 1 over all sampled tokens: (T,) each.
+
+    SRPO (arXiv:2604.02288), section 3.2. Completions without such weights are absent.
+    """
+    found = {
+        (g, i): np.asarray(row_T)
+        for g, group in enumerate(groups)
+        for i, row_T in enumerate(group.teacher_weights)
+        if row_T
+    }
+    sampled = [row_T[sampled_mask_T(groups[g].group.completions[i])] for (g, i), row_T in found.items()]
+    mean = np.concatenate(sampled).mean() if sampled else 1.0
+    return {place: row_T / mean for place, row_T in found.items()}
+
+
 class Division(NamedTuple):
     """How groups are divided into minibatches, and these into micro-batches.
 
@@ -209,11 +230,16 @@ class Division(NamedTuple):
         parts = min(self.settings.num_minibatches, len(groups))
         order = np.arange(len(groups)) if parts == 1 else np.random.default_rng(self.seed).permutation(len(groups))
         strides = [sorted(order[start::parts].tolist()) for start in range(parts)]
-        batches = [self._minibatch(stride, groups, token_advantages) for stride in strides]
+        weights = teacher_weights(groups) if self.settings.distillation_weight > 0 else {}
+        batches = [self._minibatch(stride, groups, token_advantages, weights) for stride in strides]
         return tuple(batch for batch in batches if batch.tokens)
 
     def _minibatch(
-        self, part: Sequence[int], groups: Sequence[ScoredGroup], token_advantages: PerTokenAdvantages
+        self,
+        part: Sequence[int],
+        groups: Sequence[ScoredGroup],
+        token_advantages: PerTokenAdvantages,
+        weights: Mapping[tuple[int, int], NDArray[np.float64]],
     ) -> Minibatch:
         settings = self.settings
         lengths = [
@@ -229,7 +255,8 @@ class Division(NamedTuple):
             for i, (length, share) in enumerate(zip(lengths_G, shares_G, strict=True)):
                 if length:
                     origins.append((g, i))
-                    sequences.append(training_sequence(g, groups[g], i, token_advantages[g][i], float(share), settings))
+                    share_T = float(share) * weights.get((g, i), 1.0)
+                    sequences.append(training_sequence(g, groups[g], i, token_advantages[g][i], share_T, settings))
         in_pairs = isinstance(settings.objective, PreferenceObjective) and settings.objective.in_pairs
         return Minibatch(self.micro_batches(sequences, whole_groups=in_pairs), sum(map(sum, lengths)), tuple(origins))
 

@@ -48,13 +48,18 @@ def test_prompt_log_probabilities_equal_teacher_forcing(architecture: str, chunk
 
 
 def test_the_alternatives_are_the_most_probable_tokens() -> None:
-    """Compared with the sorted vocabulary in float64. A larger number than the vocabulary gives all tokens."""
+    """Compared with the sorted vocabulary in float64. A larger number than the vocabulary gives all tokens.
+
+    The entropies are those of the whole vocabulary, whatever the number is.
+    """
     policy = tiny_policy()
     for top in (0, 1, 5, VOCAB + 10):
         found = scored(policy, TOKENS, top=top)
         logits_S_V = model_lanes.numpy(policy.model(mx.array([TOKENS]))).astype(np.float64)[0]
         logp_S_V = logits_S_V - np.log(np.exp(logits_S_V).sum(-1, keepdims=True))
         assert len(found.top_logprobs) == len(TOKENS) - 1
+        entropy_S = -(np.exp(logp_S_V) * logp_S_V).sum(-1)
+        assert found.entropies == pytest.approx(entropy_S[:-1].tolist(), abs=model_lanes.atol(1e-4))
         for place, logp_V, token in zip(found.top_logprobs, logp_S_V, TOKENS[1:], strict=False):
             assert [logprob for _, logprob in place] == pytest.approx(
                 sorted(logp_V)[::-1][: min(top, VOCAB)], abs=model_lanes.atol(1e-4)

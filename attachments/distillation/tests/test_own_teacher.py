@@ -83,7 +83,11 @@ class Fixed:
     async def score(self, prompt: Tokens, completions: list[Tokens]) -> list[TeacherScores]:
         """Score the completions."""
         return [
-            TeacherScores(logprobs=(-0.25,) * len(one), best=(((3, -0.25), (4, -2.0)),) * len(one))
+            TeacherScores(
+                logprobs=(-0.25,) * len(one),
+                best=(((3, -0.25), (4, -2.0)),) * len(one),
+                entropies=tuple(0.5 * t for t in range(len(one))),
+            )
             for one in completions
         ]
 
@@ -121,6 +125,24 @@ async def test_the_metrics_are_means_over_the_tokens_that_the_teacher_scored() -
     names = ("kl", "teacher_logprob", "taught", "retries", "failed")
     assert [found[f"distillation/{name}"] for name in names] == [-0.5 + 0.25, -0.25, 0.5, 0, 0]
     assert [scoring.metrics()[f"distillation/{name}"] for name in names] == [None, None, None, 0, 0]
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0, 2.5])
+async def test_tokens_count_by_the_confidence_of_the_policy_as_its_teacher(beta: float) -> None:
+    """SRPO's weights: exp(-beta H) over their mean, of the tokens with a teacher; others are as without them."""
+    settings = DistillationSection(teacher="@policy", entropy_sensitivity=beta)
+    scoring = TeacherScoring(Fixed(), settings, vocab_size=99, prompts=prompts())  # type: ignore[arg-type]
+    found = await scoring.around(Rewards()).score(scored(False, True).group)
+    assert isinstance(found, ScoredGroup)
+    learner = learner_settings(distillation_weight=1.0)
+    (mini,) = Division(learner, 9, "padded").minibatches([found], compute_advantages([found], (), learner))
+    of_completion = {
+        mini.origins[micro.members[0]][1]: micro.table.loss_weight_N[micro.table.loss_mask_N > 0]
+        for micro in mini.micro_batches
+    }
+    raw_T = np.exp(-beta * 0.5 * np.arange(len(of_completion[0])))
+    (plain,) = set(of_completion[1].tolist())
+    assert of_completion[0].tolist() == pytest.approx((raw_T / raw_T.mean() * plain).tolist(), rel=1e-6)
 
 
 def test_a_run_learns_from_itself_and_resumes_bit_for_bit(tmp_path: Path) -> None:
