@@ -222,7 +222,8 @@ class PlainDisplay(Display):
             print_line(self._console, line)
 
     def _step_pieces(self, view: RunView, latest: MetricsLine) -> Iterator[str]:
-        yield f"reward {number(latest['reward/mean']):>6}"
+        if self._facts.rewards or latest["reward/mean"] is not None:
+            yield f"reward {number(latest['reward/mean']):>6}"
         yield f"loss {number(latest['loss'], '.4f'):>7}"
         yield f"truncated {share(latest['truncated_fraction']):>5}"
         yield f"{number(view.tokens_per_second, '.0f'):>6} tokens/s"
@@ -301,7 +302,7 @@ def fact_lines(facts: RunFacts) -> Iterator[str]:
     )
     yield f"memory   about {memory(facts.estimated_memory)} (estimate; --dry-run shows its parts)"
     yield f"system   {facts.system_message or 'no system message'}"
-    for number_of_reward, reward in enumerate(facts.rewards or ("computed by the environments",)):
+    for number_of_reward, reward in enumerate(facts.rewards or ("none of the run itself",)):
         yield f"{'' if number_of_reward else 'rewards':<9}{reward}"
     yield f"API      {facts.address}/v1" if facts.address else "API      off"
     if facts.address:

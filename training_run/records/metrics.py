@@ -20,7 +20,7 @@ from protocols.finding import Finding
 from protocols.rollout import ScoredGroup, bounded
 from protocols.step import StepReport, UpdateMetrics
 from protocols.summary import RunGauges
-from training_run.records.solved import Solved, count_solved
+from training_run.records.solved import Solved, count_solved, has_rewards
 
 MetricsLine = dict[str, Any]
 """One line of metrics.jsonl: values by metric name."""
@@ -37,7 +37,7 @@ METRICS = {
     "policy_version": "Policy version after the step; a step without an update keeps the version.",
     "weights_hash": "Hash of the trainable weights after the step.",
     "time/run": "Age of the run in seconds, summed over restarts.",
-    "reward/mean": "Mean reward of all scored completions, trained on or discarded.",
+    "reward/mean": "Mean reward of all scored completions, trained on or discarded; null without rewards.",
     "reward/std": "Standard deviation of these rewards.",
     "rewards": "Of each reward function: `mean` and `std` of its values, `count`, the number of values, and "
     "`failures`, the number of groups for which it failed; a function that applied to no completion and never failed "
@@ -128,7 +128,7 @@ def step_metrics(
     discarded.update((group.prompt.source, group.reason) for group in report.discarded)
     seconds = now.seconds - before.seconds
     completions = _completion_metrics(report)
-    rewards = [reward for group in report.ended for reward in group.rewards if bounded([reward])]
+    rewards = [reward for group in report.ended if has_rewards(group) for reward in group.rewards if bounded([reward])]
     return {
         "step": report.step,
         "policy_version": report.version,

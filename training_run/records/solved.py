@@ -12,6 +12,11 @@ from training_run.rewards.overlong import OVERLONG
 Solved = Literal["all", "none", "mixed"]
 
 
+def has_rewards(group: GroupOutcome) -> bool:
+    """Whether something rewarded the completions of a group: reward functions, or its environment, which names none."""
+    return bool(group.rewards) and bool(group.parts or not group.correct)
+
+
 def solved_by(group: GroupOutcome) -> Solved | None:
     """Which completions of a group solved its problem; None for a group without rewards.
 
@@ -19,7 +24,7 @@ def solved_by(group: GroupOutcome) -> Solved | None:
     it does if each reward function (without them, the sum) returns at least 1, and does not if each returns at most 0.
     A group with other values is `mixed`.
     """
-    if not group.rewards or not bounded(group.rewards):
+    if not has_rewards(group) or not bounded(group.rewards):
         return None
     rows = [row for name, row in group.parts.items() if name != OVERLONG] or [group.rewards]
     judged = group.correct or (None,) * len(group.rewards)

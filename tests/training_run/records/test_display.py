@@ -272,7 +272,8 @@ def test_values_that_were_not_computed_are_missing() -> None:
     report = step(1, groups=(), discarded=(failed, failed), update=None)
     penalized = step(2, update=replace(UPDATE, kl=0.0, kl_beta=0.0))
     screen = io.StringIO()
-    display = PlainDisplay(Console(file=screen, width=80), facts(), lambda: GAUGES, clock=lambda: 0.0)
+    rewarded = replace(facts(), rewards=("mine",))
+    display = PlainDisplay(Console(file=screen, width=80), rewarded, lambda: GAUGES, clock=lambda: 0.0)
     for one in (report, penalized):
         latest = step_metrics(one, now=Measurement(seconds=1.0, gauges=GAUGES), before=START)
         display.show(RunView(step=one.step, seconds=1.0, latest=latest))
@@ -344,4 +345,4 @@ def test_the_facts_have_the_system_message_and_what_the_rewards_expect() -> None
     lines = list(fact_lines(known))
     assert "system   Answer inside <answer>." in lines
     assert lines[lines.index("rewards  0.2 format: tags") + 1] == "         1 mine.py:reward"
-    assert {"system   no system message", "rewards  computed by the environments"} <= set(fact_lines(facts()))
+    assert {"system   no system message", "rewards  none of the run itself"} <= set(fact_lines(facts()))

@@ -16,7 +16,7 @@ Parts = dict[str, tuple[float | None, ...]]
     [
         ((True, True), {"format": (0.0, 1.0)}, (1.0, 2.0), "all"),
         ((False, False), {"format": (0.0, 1.0)}, (0.0, 1.0), "none"),
-        ((True, False), {}, (1.0, 1.0), "mixed"),
+        ((True, False), {"own": (1.0, 0.0)}, (1.0, 1.0), "mixed"),
         ((True, None), {"own": (None, 0.0)}, (1.0, 0.0), "mixed"),
         ((), {"a": (1.0, 1.0), "overlong": (-0.5, 0.0)}, (0.5, 1.0), "all"),
         ((), {"a": (1.0, 1.0), "b": (0.0, 0.0)}, (1.0, 1.0), "mixed"),
@@ -25,6 +25,7 @@ Parts = dict[str, tuple[float | None, ...]]
         ((), {}, (1.0, 1.0), "all"),
         ((), {}, (-1.0, -1.0), "none"),
         ((), {}, (), None),
+        ((None, None), {}, (0.0, 0.0), None),
         ((), {}, (float("nan"), 0.0), None),
     ],
 )
