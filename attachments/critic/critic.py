@@ -38,6 +38,9 @@ from training_run.supervision.hooks import UpdateHook
 TRUNK, HEAD, BIAS = "trunk.", "head.weight", "head.bias"
 OPTIMIZER = "optimizer."
 
+RATE_OF_POLICY = 5.0
+"""Default learning rate of the critic by that of the policy: that of Open-Reasoner-Zero (arXiv:2503.24290)."""
+
 
 def value_loss(
     value_N: mx.array, before_N: mx.array, return_N: mx.array, weight_N: mx.array, *, value_clip: float
@@ -63,7 +66,8 @@ class ValueModel:
     def __init__(self, policy: Policy, settings: ValueHead, learner: LearnerSection, turns: TurnBudget) -> None:
         """Raises ModelError if blocks and head of the model cannot be separated."""
         self._model, self._settings, self._turns = policy.copy_model(), settings, turns
-        self._learner = replace(learner, optimizer=AdamW(learning_rate=settings.learning_rate), lora_plus=1.0)
+        self._rate = settings.learning_rate or RATE_OF_POLICY * learner.optimizer.highest_rate
+        self._learner = replace(learner, optimizer=AdamW(learning_rate=self._rate), lora_plus=1.0)
         self._forcing = TeacherForcing(self._model.model, self._model.vocab_size, layout=learner.layout)
         self.layout = self._forcing.layout
         width = self._width()
@@ -105,7 +109,7 @@ class ValueModel:
             self._parameters,
             gradient,
             self._optimizer,
-            learning_rate=self._settings.learning_rate,
+            learning_rate=self._rate,
             scale=clip_scale(norm, self._learner.max_grad_norm),
             settings=self._learner,
         )

@@ -12,8 +12,10 @@ class ValueHead(Variant, frozen=True, kw_only=True, tag="value_head"):
     """A value head on an adapter of its own, over the base model of the policy."""
 
     discount: Annotated[Fraction, about("Discount of later rewards per token (gamma).")] = 1.0
-    gae_lambda: Annotated[Fraction, about("Weight of later value errors per token (lambda).")] = 0.95
-    learning_rate: Annotated[PositiveFloat, about("Learning rate of the critic (AdamW).")] = 1e-3
+    gae_lambda: Annotated[Fraction, about("Weight of later value errors per token (lambda).")] = 1.0
+    learning_rate: Annotated[
+        PositiveFloat | None, about("Learning rate of the critic (AdamW); none: 5 times that of the policy.")
+    ] = None
     epochs: Annotated[Positive, about("Optimizer steps of the critic per batch.")] = 1
     value_clip: Annotated[
         NonNegativeFloat, about("Largest change of a value that lowers the loss, from its value at the start; 0: any.")

@@ -130,6 +130,17 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     assert all(np.array_equal(array, before[name]) for name, array in model.arrays().items())
 
 
+def test_the_critic_learns_five_times_as_fast_as_the_policy() -> None:
+    """Unless the settings say how fast."""
+    rate = learner_settings().optimizer.highest_rate
+    first, second, slower = (critic(learning_rate=one) for one in (None, 5 * rate, rate))
+    for one in (first, second, slower):
+        one.judged(rewarded(0))
+    biases = [np.array(one.part().arrays[BIAS]).item() for one in (first, second, slower)]
+    assert biases[0] == biases[1]
+    assert biases[0] == pytest.approx(5 * biases[2], rel=1e-3)
+
+
 def test_tokens_get_advantages_after_the_warm_up() -> None:
     """Until then groups stay as they are. Advantages of the batch have mean 0 and deviation 1."""
     one, groups = critic(warmup_steps=2), rewarded(0)
@@ -147,7 +158,7 @@ def test_tokens_of_others_have_no_advantage_and_no_value() -> None:
     (completion,) = group.group.completions
     sampled = tuple(t % 2 == 0 for t in range(len(completion.tokens)))
     group = replace(group, group=replace(group.group, completions=(replace(completion, sampled=sampled),)))
-    (judged,) = critic().judged([group])
+    (judged,) = critic(gae_lambda=0.5).judged([group])
     assert [advantage == 0.0 for advantage in judged.token_advantages[0]] == [not one for one in sampled]
 
 
