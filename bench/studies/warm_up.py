@@ -12,9 +12,7 @@ the policy; demonstrations are not rollouts. The files are made in runs/warm_up,
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -27,24 +25,22 @@ from bench.runs import PipelineRun
 from bench.studies.runner import Arm, Column, Study, column, merged, run_study
 from profiles.embedded_maker.__main__ import problems
 from profiles.embedded_maker.demonstrations import careful, guess
-from profiles.maker.problem import Problem, completion, write_problems
+from profiles.maker.problem import completion, write_problems
 
 NAME, PROFILE = "warm_up", "local-m3"
 TARGET = 0.9
 MADE = "runs/warm_up"
 """Directory of problems, demonstrations and policy, relative to the checkout."""
 
+OWN = (
+    f"--model.path {MADE}/policy --data.train {MADE}/train.jsonl --data.heldout {MADE}/heldout.jsonl "
+    "--learner.max-equal-batches 0"
+)
+"""Flags of runs of the policy."""
+
 WARM_UP = msgspec.json.encode(
     [{"kind": "sft", "steps": 60, "data": f"{MADE}/careful.jsonl"}, {"kind": "rl", "steps": 30}]
 ).decode()
-
-
-def write_demonstrations(path: Path, found: list[Problem], demonstrate: Callable[[Problem], str]) -> None:
-    """Write a completion of every problem."""
-    write_problems(path, found)
-    lines = path.read_text(encoding="utf-8").splitlines()
-    rows = (json.loads(line) | {"completion": demonstrate(one)} for line, one in zip(lines, found, strict=True))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def train_policy(out: Path, demonstrations: Path, *, steps: int) -> None:
@@ -68,8 +64,8 @@ def make(out: Path) -> None:
     training, held_out = ([one for one in found if not one.wrong] for found in problems(0))
     write_problems(out / "train.jsonl", training)
     write_problems(out / "heldout.jsonl", held_out)
-    write_demonstrations(out / "careful.jsonl", training, careful)
-    write_demonstrations(out / "wrong.jsonl", training, lambda one: completion("", guess(one, chance)))
+    write_problems(out / "careful.jsonl", training, careful)
+    write_problems(out / "wrong.jsonl", training, lambda one: completion("", guess(one, chance)))
     train_policy(out / "policy", out / "wrong.jsonl", steps=200)
 
 
@@ -100,10 +96,7 @@ STUDY = Study(
         Arm(name="SFT with 960 demonstrations, then RL", flags=("--stages", WARM_UP)),
     ),
     flags=merged(
-        f"--profile {PROFILE} --model.path {MADE}/policy --data.train {MADE}/train.jsonl",
-        f"--data.heldout {MADE}/heldout.jsonl --eval.interval 10 --async false --checkpoint.interval 0",
-        "--learner.max-equal-batches 0",
-        "--monitor.display none",
+        f"--profile {PROFILE} {OWN} --eval.interval 10 --async false --checkpoint.interval 0 --monitor.display none",
     ),
     quick="--eval.problems 8 --learner.batch-size 2 --sampling.group-size 2",
     target=TARGET,

@@ -46,6 +46,15 @@ SHAPE: Shape = {
 }
 """The shape of the embedded policy."""
 
+TEACHER_SHAPE: Shape = SHAPE | {
+    "hidden_size": 256,
+    "num_hidden_layers": 8,
+    "intermediate_size": 704,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+"""The shape of teachers: 6 million parameters."""
+
 Demonstrator = Callable[[Problem, Random, int], str]
 """Returns a completion of a problem; the number is that of the update, from 0."""
 

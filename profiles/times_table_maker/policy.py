@@ -6,7 +6,7 @@ from pathlib import Path
 
 from profiles.maker.directory import Recipe, make_directory, make_model, teach
 from profiles.maker.evaluate import measure
-from profiles.maker.pretrain import SHAPE, Schedule, parameter_arrays
+from profiles.maker.pretrain import SHAPE, TEACHER_SHAPE, Schedule, parameter_arrays
 from profiles.maker.problem import Problem
 from profiles.times_table_maker.card import write_card
 from profiles.times_table_maker.demonstrations import demonstrate, teach_all
@@ -15,13 +15,6 @@ from profiles.times_table_maker.records import PolicyRecord, write_policy_record
 
 TIMES_TABLE_SHAPE = SHAPE | {"num_hidden_layers": 2}
 SCHEDULE = Schedule(steps=1000)
-TEACHER_SHAPE = SHAPE | {
-    "hidden_size": 256,
-    "num_hidden_layers": 8,
-    "intermediate_size": 704,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-}
 TEACHER_SCHEDULE = Schedule(steps=260, batch_size=48, learning_rate=2e-3, warmup_steps=30)
 
 
