@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from training_run.start.startup import Attach, Plan
 
 
-MAY_CHANGE = ("sessions.max_kept_tokens", "sessions.max_open", "sessions.reward_seconds")
+MAY_CHANGE = ("sessions.max_kept_mib", "sessions.max_open", "sessions.reward_seconds")
 METRICS: Mapping[str, str] = {
     "sessions/open": "Number of sessions without a reward; null without sessions.",
     "sessions/rewarded": "Number of rewards that were accepted since the process was started.",

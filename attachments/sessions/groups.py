@@ -34,8 +34,8 @@ class Member(Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def size(self) -> int:
-        """Number of tokens."""
-        return sum(trajectory.answers[-1].end for trajectory in self.trajectories)
+        """Number of bytes that are kept."""
+        return sum(trajectory.size for trajectory in self.trajectories)
 
 
 class SessionGroup:
@@ -50,14 +50,14 @@ class SessionGroup:
 
     @property
     def size(self) -> int:
-        """Number of tokens of its members."""
+        """Number of bytes that are kept of its members."""
         return sum(member.size for member in self.members)
 
 
 class SessionGroups:
     """Collects the groups of a run.
 
-    size: number of members of a complete group. kept: number of tokens of the members that nobody has taken.
+    size: number of members of a complete group. kept: number of bytes of the members that nobody has taken.
     """
 
     def __init__(self, *, size: int, clock: Callable[[], float]) -> None:

@@ -20,6 +20,9 @@ from msgspec import Struct, structs
 from clotho.serving.services import Tokenizer
 from protocols.sampling import Completion, ExpertRoutes, SampleRequest, grown_routes, turns_of
 
+TOKEN_BYTES = 96
+"""Bytes of a token with its log-probability, its version and what Python adds, without supports and routes."""
+
 
 class SessionAnswer(Struct, frozen=True, kw_only=True, eq=False):
     """One answer of the policy in its row. start: index of its first token there."""
@@ -33,6 +36,11 @@ class SessionAnswer(Struct, frozen=True, kw_only=True, eq=False):
         """Index behind its last token."""
         return self.start + len(self.completion.tokens)
 
+    @property
+    def support_bytes(self) -> int:
+        """Number of bytes of the tokens from which its own were sampled."""
+        return sum(map(len, self.completion.supports))
+
 
 class SessionRow:
     """One growing sequence of tokens.
@@ -45,6 +53,7 @@ class SessionRow:
         self.tokens = array("i")
         self.routes: ExpertRoutes | None = None
         self._answers: list[tuple[int, int]] = []
+        self._support_bytes = 0
         self._kind = _kind(request, completion)
 
     def continues_with(self, request: SampleRequest, completion: Completion) -> bool:
@@ -81,7 +90,14 @@ class SessionRow:
         answer = SessionAnswer(row=self, start=len(self.tokens), completion=structs.replace(completion, routes=None))
         self.tokens.extend(completion.tokens)
         self._answers.append((answer.start, answer.end))
+        self._support_bytes += answer.support_bytes
         return answer
+
+    @property
+    def size(self) -> int:
+        """Number of bytes that are kept."""
+        routes = len(self.routes.experts) if self.routes else 0
+        return TOKEN_BYTES * len(self.tokens) + self._support_bytes + routes
 
     @property
     def temperature(self) -> float:
@@ -102,6 +118,13 @@ class Trajectory(Struct, frozen=True, kw_only=True, eq=False):
     def tokens(self) -> array[int]:
         """All tokens."""
         return self.answers[0].row.tokens[: self.answers[-1].end]
+
+    @property
+    def size(self) -> int:
+        """Number of bytes that are kept; those of the routes are of the row."""
+        routes = self.answers[0].row.routes
+        supports = sum(answer.support_bytes for answer in self.answers)
+        return TOKEN_BYTES * self.answers[-1].end + supports + (len(routes.experts) if routes else 0)
 
     @property
     def routes(self) -> ExpertRoutes | None:

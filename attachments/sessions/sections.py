@@ -13,9 +13,9 @@ class HttpSessions(Variant, frozen=True, kw_only=True, tag="http"):
 
     max_tokens: Annotated[int, about("Answers that end behind so many tokens are not trained on.", ge=2)] = 2048
     max_open: Annotated[Positive, about("Sessions without a reward; one more drops the one idle longest.")] = 1024
-    max_kept_tokens: Annotated[
-        Positive, about("Tokens of all sessions that are kept; beyond them, the one idle longest is dropped.")
-    ] = 2**20
+    max_kept_mib: Annotated[
+        Positive, about("MiB of tokens and routes that are kept; beyond them, the session idle longest is dropped.")
+    ] = 256
     reward_seconds: Annotated[PositiveFloat, about("Time after the last answer until a session is dropped.")] = 86400.0
 
 

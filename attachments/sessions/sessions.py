@@ -210,9 +210,9 @@ class Sessions:
             row = SessionRow(request, completion)
             self.counts.forked += bool(session.rows)
             session.rows.append(row)
-        self._kept -= len(row.tokens)
+        self._kept -= row.size
         session.answers[index] = row.add(request, completion)
-        self._kept += len(row.tokens)
+        self._kept += row.size
         self._bound_memory()
 
     def _untrainable(self, request: SampleRequest, completion: Completion) -> str:
@@ -226,7 +226,7 @@ class Sessions:
         return unlearnable_completion(request, completion, logit_bias=self._bias)
 
     def _bound_memory(self) -> None:
-        while self._kept + self._groups.kept > self._settings.max_kept_tokens:
+        while self._kept + self._groups.kept > 2**20 * self._settings.max_kept_mib:
             if self._open:
                 self._drop(next(iter(self._open.values())), "evicted")
             elif not self._groups.evict():
@@ -246,7 +246,7 @@ class Sessions:
         """Take no more answers and rewards; members keep what they need of the tokens."""
         session.end = end
         del self._open[session.serial]
-        self._kept -= sum(len(row.tokens) for row in session.rows)
+        self._kept -= sum(row.size for row in session.rows)
         session.rows, session.answers = [], []
         self._count_if_over(session)
 
@@ -332,7 +332,7 @@ class Sessions:
         if session.end == "rewarded":
             raise self._refused("double", f"{subject} has its reward.", param)
         if session.end:
-            limits = "sessions.reward_seconds, sessions.max_open and sessions.max_kept_tokens limit what is kept"
+            limits = "sessions.reward_seconds, sessions.max_open and sessions.max_kept_mib limit what is kept"
             raise self._refused("late", f"{subject} was dropped before this reward ({session.end}): {limits}.", param)
 
     def _member(self, target: RewardTarget) -> Member:

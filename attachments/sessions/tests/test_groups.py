@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attachments.sessions.groups import MAX_SCENARIOS, SessionGroups
+from attachments.sessions.rows import TOKEN_BYTES
 from attachments.sessions.supply import SessionReader, SessionSource
 from attachments.sessions.tests.recorded import Attempt, row, sample
 from protocols.rollout import Discarded, ScoredGroup
@@ -104,7 +105,7 @@ async def test_the_source_gives_one_group_at_a_time(at: Clock) -> None:
         at.add(Attempt(), name, close=True)
     await source.open(step=0)
     assert [one.name for one in await source.batch(step=0) or ()] == ["a"]
-    assert at.groups.kept == 3
+    assert at.groups.kept == 3 * TOKEN_BYTES
     assert await source.waiting_for() == "a reward"
     await source.close()
 

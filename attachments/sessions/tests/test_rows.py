@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from attachments.sessions.rows import SessionRow, common_prefix, trajectories
+from attachments.sessions.rows import TOKEN_BYTES, SessionRow, common_prefix, trajectories
 from attachments.sessions.tests.recorded import row, sample
 from tests.fakes import CharacterTokenizer
 
@@ -90,6 +90,15 @@ def test_a_sequence_has_the_routes_that_first_computed_its_tokens() -> None:
     assert answers[0].completion.routes is None
     (found,) = trajectories(row(*turns, sample((1, 2, 3, 4, 5, 6), (9,))))
     assert found.completion(1, decode=str, reward=1.0).routes is None
+
+
+def test_kept_bytes_are_those_of_tokens_supports_and_routes() -> None:
+    """Of a row, and of a sequence up to one of its answers, which keeps the routes of its row."""
+    turns = [sample((1, 2), (3, 4), route=7, supports=True), sample((1, 2, 3, 4, 5), (6,), route=8, supports=True)]
+    answers = row(*turns)
+    assert answers[0].row.size == 6 * TOKEN_BYTES + 3 + 5
+    (found,) = trajectories(answers[:1])
+    assert found.size == 4 * TOKEN_BYTES + 2 + 5
 
 
 def test_a_sequence_ends_with_its_last_answer() -> None:

@@ -277,11 +277,12 @@ async def test_sessions_belong_to_their_api_key(monkeypatch: pytest.MonkeyPatch,
             await client.aclose()
 
 
-@pytest.mark.parametrize("limit", [{"max_open": 2}, {"max_kept_tokens": 50}])
+@pytest.mark.parametrize("limit", [{"max_open": 2}, {"max_kept_mib": 1}])
 async def test_the_session_that_was_idle_longest_gives_way(
     monkeypatch: pytest.MonkeyPatch, limit: dict[str, Any]
 ) -> None:
-    """If there are more sessions, or more of their tokens, than a limit permits."""
+    """If there are more sessions, or more bytes of their tokens, than a limit permits."""
+    monkeypatch.setattr("attachments.sessions.rows.TOKEN_BYTES", 2**20 // 50)
     async with session_server(monkeypatch, **limit) as at:
         for name in ("one", "two", "one", "three"):
             await at.receipt(name)
