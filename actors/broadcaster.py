@@ -11,7 +11,6 @@ from anyio.abc import TaskStatus
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.models.policy import Policy
-from clotho.sampler import swap_weights
 from clotho.settings.engine import EngineSection
 from clotho.settings.learner import LearnerSection
 from protocols.errors import ParityError
@@ -29,6 +28,7 @@ from training_run.parity_check import (
 )
 from training_run.profile.schema import ParityCheck, ParitySection
 from training_run.supervision.latest import Latest
+from training_run.swap import swap_weights
 
 log = structlog.get_logger(actor="broadcaster")
 

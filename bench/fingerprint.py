@@ -11,9 +11,9 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from clotho.models.machine import describe_machine
 from clotho.process import load_blas
 from protocols.compute import MachineDescription
+from training_run.machine import describe_machine
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -70,7 +70,8 @@ EVENT_LOOPS = {"asyncio", "anyio", "starlette", "hypercorn", "httpx"}
 MLX = {
     "clotho/backend.py", "clotho/models", "clotho/inference", "clotho/scoring", "clotho/training", "clotho/storage",
     "attachments", "training_run/adapters", "training_run/directory/checkpoints.py",
-    "training_run/evaluation/held_out.py", "training_run/memory", "training_run/parity_check.py",
+    "training_run/evaluation/held_out.py", "training_run/machine.py", "training_run/memory",
+    "training_run/parity_check.py",
     "training_run/start/warmup_step.py",
 }  # fmt: skip
 """What imports MLX."""

@@ -7,7 +7,6 @@ from msgspec import Struct
 from clotho.backend import backend
 from clotho.lanes.compute_thread import Compute
 from clotho.lanes.sampling_client import GroupSampler
-from clotho.models.machine import describe_machine
 from clotho.models.policy import Policy
 from clotho.sampler import Sampler
 from clotho.scoring.token_scores import SamplingDistribution
@@ -25,6 +24,7 @@ from training_run.groups.ledger import Ledger
 from training_run.groups.progress import LearnerProgress, RunWeights, StalenessRule
 from training_run.groups.prompts import PromptBuilder
 from training_run.groups.rollout_source import RolloutSource, SingleTurn
+from training_run.machine import describe_machine
 from training_run.profile.data import RewardSection
 from training_run.profile.schema import Profile
 from training_run.records.display import RunFacts

@@ -11,7 +11,6 @@ from typing import Any
 from msgspec import structs
 from prometheus_client.core import Metric
 
-from clotho.models.machine import peak_memory
 from clotho.process import usable_cores
 from clotho.serving.metrics import counter, gauge, gauges
 from clotho.serving.services import NullSampleLog, ServedModel, ServerContext
@@ -24,6 +23,7 @@ from protocols.step import StepReport, WeightsReady
 from protocols.summary import QueueGauge, RunGauges, RunSummary
 from training_run.accounting import GroupAccounting
 from training_run.directory.checkpoints import checkpoint_path
+from training_run.machine import peak_memory
 from training_run.records.summary import resume_command
 from training_run.records.terminal_text import relative_path
 from training_run.records.waiting import GroupsInFlight

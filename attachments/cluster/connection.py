@@ -17,9 +17,9 @@ import structlog
 from attachments.cluster.messages import RESOURCE, EngineWorkerSettings
 from attachments.cluster.sections import RayCluster
 from attachments.cluster.worker_process import RolloutWorker
-from clotho.lanes.daemon_threads import LastingThread
 from protocols.errors import ProfileError, RemoteError, visible
 from training_run.local_network import local_network_hint
+from training_run.supervision.lasting_thread import LastingThread
 from training_run.supervision.signals import reinstall_handlers
 
 log = structlog.get_logger(actor="cluster")

@@ -51,7 +51,7 @@ async def prepare(plan: Plan) -> Attach | None:
         """Make the curriculum, with the evidence of the checkpoint, and let it choose the problems."""
         from attachments.curriculum.curriculum import NAME, Curriculum, take_part
         from attachments.curriculum.group_outcomes import SavedCurriculum
-        from clotho.data.problems import problems_fingerprint
+        from training_run.groups.prompts import problems_fingerprint
 
         problems = run.prompts.problems
         saved = run.attached.parts.saved(NAME, SavedCurriculum)

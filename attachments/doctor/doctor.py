@@ -50,7 +50,7 @@ from clotho.backend import backend
 from clotho.extension import Door
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.models.experts import configuration_of, experts_per_token
-from clotho.models.machine import compute_slots, describe_machine, memory_limit, physical_memory
+from clotho.models.machine import compute_slots, memory_limit, physical_memory
 from clotho.process import load_blas
 from clotho.serving.server import listen
 from clotho.settings.bounds import PositiveFloat, about
@@ -67,6 +67,7 @@ from training_run.commands.command_line import new_file
 from training_run.directory.json_text import encode
 from training_run.directory.run_directory import open_run
 from training_run.groups.prompts import read_split
+from training_run.machine import describe_machine
 from training_run.main import adjusted
 from training_run.memory.estimate import estimate_memory
 from training_run.memory.report import describe_limit, too_large

@@ -34,7 +34,7 @@ METRICS: Mapping[str, str] = {
 def facts(profile: Profile) -> Mapping[str, str]:
     """Return the state of the system."""
     from attachments.machine.machine import described, read_machine
-    from clotho.models.machine import describe_machine
+    from training_run.machine import describe_machine
 
     blas = load_blas()
     return {"system": described(read_machine(Path(profile.run_dir), blas=blas), describe_machine(blas=blas).system)}

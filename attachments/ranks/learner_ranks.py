@@ -39,7 +39,6 @@ from attachments.ranks.messages import (
     part,
 )
 from attachments.ranks.sections import DISTRIBUTED
-from clotho.lanes.daemon_threads import LastingThread
 from clotho.models.parameters import Arrays, Parameters, fingerprint, flat, layout
 from clotho.models.turns import TurnBudget
 from clotho.scoring.layouts.micro_batches import positions
@@ -51,6 +50,7 @@ from protocols.errors import ClothoError, ModelError, ProfileError, RankError
 from protocols.sampling import derive
 from training_run.profile.mounted import without_settings
 from training_run.profile.schema import Profile
+from training_run.supervision.lasting_thread import LastingThread
 
 T = TypeVar("T")
 

@@ -16,11 +16,12 @@ from attachments.remote.messages import MAX_LISTED_VERSIONS, ServedPolicy
 from attachments.remote.weight_patch import apply_patches
 from clotho.lanes.compute_thread import finish
 from clotho.models.parameters import Arrays, Parameters, fingerprint, flat, layout, nested
-from clotho.sampler import ReplaceablePolicy, swap_weights
+from clotho.sampler import ReplaceablePolicy
 from clotho.storage.adapters import tensor_problems
 from clotho.storage.tensors import as_array, as_stored, named_arrays, parse_tensors
 from protocols.errors import CheckpointError, disk_errors_as, visible
 from protocols.step import WeightsReady
+from training_run.swap import swap_weights
 
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.safetensors")
 """Names of files that a training run shares by path; a name never leads out of the directory."""

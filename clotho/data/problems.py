@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -123,21 +122,6 @@ def problems(
     if not system:
         return found
     return [structs.replace(one, messages=tuple(dict(m) for m in conversation(one, system))) for one in found]
-
-
-def problems_fingerprint(*parts: Sequence[Problem]) -> str:
-    """Return a fingerprint of the contents of datasets, in the given order; their form and place do not matter.
-
-    Reference completions are not part of the fingerprint, because nothing is trained on them.
-    """
-    digest = hashlib.sha256()
-    for problems in parts:
-        digest.update(f"{len(problems)}\n".encode())
-        for problem in problems:
-            fields = msgspec.structs.asdict(problem)
-            del fields["completion"]
-            digest.update(msgspec.json.encode(fields))
-    return digest.hexdigest()[:16]
 
 
 def conversation(problem: Problem, system: str) -> list[Mapping[str, Any]]:

@@ -12,7 +12,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -82,37 +81,6 @@ class DaemonThreads:
         if not is_interrupted:
             self._idle.append(worker)
         self._free.release()
-
-
-class LastingThread:
-    """Runs one function after the other in a daemon thread, which lives as long as the process, and is not interrupted.
-
-    For what belongs to the thread that began it, such as a group of processes.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
-        threading.Thread(target=self._serve, name=name, daemon=True).start()
-
-    def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Run a function after those that were submitted before; return its future."""
-        future: Future[T] = Future()
-        self._calls.put((call, future))
-        return future
-
-    async def run(self, call: Callable[[], T]) -> T:
-        """Return the result of a function, or raise its exception. Cancellation does not interrupt it."""
-        return await asyncio.wrap_future(self.submit(call))
-
-    def _serve(self) -> None:
-        while True:
-            call, future = self._calls.get()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
 
 
 class _Worker:

@@ -1,13 +1,11 @@
-"""The machine: its description, MLX's memory, and MLX's random state."""
+"""The machine: its memory and cores, MLX's memory, and MLX's random state."""
 
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import cast
 
@@ -15,8 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from clotho.process import DIVIDED_PARAMETERS, divide_cores, usable_cores
-from protocols.compute import MachineDescription, MemoryLimit
-from protocols.errors import ProfileError
+from protocols.compute import MemoryLimit
 
 CGROUP = Path("/sys/fs/cgroup")
 CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
@@ -26,22 +23,6 @@ TF32_SIZE = 512
 
 LEAST_CACHE = 256 * 2**20
 """Bytes of freed buffers that MLX may keep even if what the run always holds leaves no memory for them."""
-
-
-def describe_machine(*, blas: str) -> MachineDescription:
-    """Describe processor, cores, memory and MLX backend. blas: the result of `load_blas`; only relevant on the CPU."""
-    info = mx.device_info(mx.default_device())
-    device = str(info.get("device_name", info.get("architecture", "unknown")))
-    return MachineDescription(
-        processor=_processor(),
-        cores=usable_cores(),
-        memory_bytes=physical_memory(),
-        backend=backend_name(),
-        device=device,
-        mlx_version=version("mlx"),
-        blas=blas,
-        system=f"{platform.system()} {platform.release()} {platform.machine()}",
-    )
 
 
 def core_division(parameters: int) -> Callable[[int], None]:
@@ -132,17 +113,6 @@ def uses_tf32() -> bool:
     return bool(mx.any(mx.matmul(inputs, mx.eye(TF32_SIZE)) != inputs).item())
 
 
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    if platform.system() == "Darwin":
-        return str(mx.device_info(mx.gpu).get("device_name", "")) or "Apple"
-    return platform.processor() or platform.machine()
-
-
 def limit_mlx_memory(limit: MemoryLimit, *, held: int, cache: int) -> None:
     """Limit the memory of MLX to `limit`, and the freed buffers that it keeps for reuse.
 
@@ -159,19 +129,6 @@ def limit_mlx_memory(limit: MemoryLimit, *, held: int, cache: int) -> None:
 def free_buffers() -> None:
     """Return the freed buffers that MLX keeps for reuse to the system."""
     mx.clear_cache()
-
-
-def wire_memory(limit_mb: int) -> None:
-    """Let macOS keep up to `limit_mb` MiB of arrays resident. Raises ProfileError if macOS or MLX refuses it."""
-    try:
-        mx.set_wired_limit(limit_mb * 2**20)
-    except (ValueError, RuntimeError) as error:
-        raise ProfileError(f"memory.wired_limit_mib = {limit_mb}: {' '.join(str(error).split())}") from error
-
-
-def peak_memory() -> int:
-    """Return the peak memory of arrays since the process started, in bytes."""
-    return mx.get_peak_memory()
 
 
 def random_state() -> tuple[int, ...]:

@@ -21,7 +21,6 @@ from actors.broadcaster import Broadcaster
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.lanes.sampling_client import EngineSampler
 from clotho.models.parameters import flat
-from clotho.sampler import swap_weights
 from clotho.settings.bounds import Off
 from clotho.settings.engine import EngineSection, KvPolicy
 from protocols.errors import ParityError
@@ -36,6 +35,7 @@ from training_run.groups.progress import SwapTimes
 from training_run.parity_check import ParityChecker, ParityReport, ParitySample
 from training_run.profile.schema import ParityCheck, ParitySection
 from training_run.supervision.latest import Latest
+from training_run.swap import swap_weights
 
 PROMPT = (5, 9, 33, 2, 17, 60)
 

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from clotho.data import records
-from clotho.data.problems import ProblemColumns, conversation, load_problems, problems_fingerprint
+from clotho.data.problems import ProblemColumns, conversation, load_problems
 from clotho.data.records import Source
 from protocols.errors import DatasetError
 from protocols.prompt import Problem
+from training_run.groups.prompts import problems_fingerprint
 
 GOOD = '{"prompt": "1+1?", "answer": "2", "type": "sum"}'
 

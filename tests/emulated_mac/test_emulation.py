@@ -15,11 +15,12 @@ import pytest
 
 from attachments.machine.macos import read_mac
 from attachments.machine.pressure import kernel_level
-from clotho.models.machine import describe_machine, memory_limit
+from clotho.models.machine import memory_limit
 from clotho.models.policy import load_policy
 from clotho.process import load_blas
 from clotho.settings.model import ModelSection, PolicySection
 from tests.model_lanes import EMBEDDED
+from training_run.machine import describe_machine
 
 pytestmark = pytest.mark.skipif("sitecustomize" not in sys.modules, reason="python -m tests.emulated_mac")
 

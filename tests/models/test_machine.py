@@ -14,17 +14,16 @@ from clotho.backend import Backend
 from clotho.models import machine
 from clotho.models.machine import (
     cgroup_headroom,
-    describe_machine,
     limit_mlx_memory,
     memory_limit,
     random_state,
     restore_random_state,
     uses_tf32,
-    wire_memory,
 )
 from protocols.compute import MemoryLimit
 from protocols.errors import ProfileError
 from tests.models.simulated_devices import MAC_16_GB, simulate_gpu
+from training_run.machine import describe_machine, wire_memory
 
 GIB = 2**30
 

@@ -19,7 +19,6 @@ from clotho.models.parameters import Parameters
 from clotho.models.policy import load_policy
 from clotho.models.policy_model import PolicyModel
 from clotho.models.turns import TurnBudget
-from clotho.sampler import swap_weights
 from clotho.settings.engine import EngineSection, SamplingSection
 from clotho.settings.model import ModelSection
 from clotho.training.update import PolicyLearner
@@ -31,6 +30,7 @@ from tests.saved_models import save
 from tests.training.policies_and_groups import random_groups
 from training_run.evaluation.held_out import PinnedSampler, held_out_requests
 from training_run.parity_check import ParityChecker, ParitySample
+from training_run.swap import swap_weights
 
 VOCABULARY, UPDATES = 64, 3
 SAMPLING = Sampling(max_tokens=24, ignore_eos=True)

@@ -16,13 +16,14 @@ from rich.console import Console
 from clotho.backend import backend
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.models.loading import find_model
-from clotho.models.machine import compute_slots, describe_machine
+from clotho.models.machine import compute_slots
 from clotho.models.policy import BaseModel, Policy, load_policy
 from clotho.process import load_blas
 from clotho.sampler import BaseAccess, OwnThreads, ReplaceablePolicy, Sampler
 from clotho.serving.server import ApiServer, base_url, listen
 from clotho.serving.services import ServedModel, ServerContext
 from protocols.step import WeightsReady
+from training_run.machine import describe_machine
 from training_run.memory.estimate import serving_memory
 from training_run.memory.report import limit_memory
 from training_run.profile.command_profiles import REPLACES_WEIGHTS, ServeArguments

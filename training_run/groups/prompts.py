@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -11,7 +12,7 @@ from statistics import median
 import msgspec
 from msgspec import Struct
 
-from clotho.data.problems import ProblemColumns, conversation, load_problems, problems_fingerprint
+from clotho.data.problems import ProblemColumns, conversation, load_problems
 from clotho.data.records import Source
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.settings.bounds import Off
@@ -226,3 +227,18 @@ def _prompt_report(split: HeldOutSplit, train: Rendered, held_out: Rendered, tok
         removed_heldout=len(split.heldout) - len(held_out.problems),
         first=tokenizer.decode(train.prompts[0], skip_special_tokens=False),
     )
+
+
+def problems_fingerprint(*parts: Sequence[Problem]) -> str:
+    """Return a fingerprint of the contents of datasets, in the given order; their form and place do not matter.
+
+    Reference completions are not part of the fingerprint, because nothing is trained on them.
+    """
+    digest = hashlib.sha256()
+    for problems in parts:
+        digest.update(f"{len(problems)}\n".encode())
+        for problem in problems:
+            fields = msgspec.structs.asdict(problem)
+            del fields["completion"]
+            digest.update(msgspec.json.encode(fields))
+    return digest.hexdigest()[:16]

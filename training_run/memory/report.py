@@ -6,10 +6,11 @@ from collections.abc import Collection, Sequence
 
 import structlog
 
-from clotho.models.machine import limit_mlx_memory, memory_limit, wire_memory
+from clotho.models.machine import limit_mlx_memory, memory_limit
 from protocols.compute import MemoryLimit
 from protocols.errors import ProfileError
 from protocols.summary import MemoryEstimate, MemoryPart
+from training_run.machine import wire_memory
 from training_run.profile.schema import MemorySection
 
 log = structlog.get_logger(__name__)
