@@ -18,7 +18,7 @@ def make(out: Path, seed: int) -> None:
     from profiles.maker.directory import Recipe, make_directory  # imports MLX, after load_blas
     from profiles.maker.pretrain import TEACHER_SHAPE, Schedule
 
-    schedule = Schedule(steps=800, batch_size=16, learning_rate=2e-3, warmup_steps=50)
+    schedule = Schedule(steps=2400, batch_size=16, learning_rate=2e-3)
     recipe = Recipe(problems=problems(seed), draw=draw, shape=TEACHER_SHAPE, schedule=schedule)
     make_directory(out, recipe, lambda problem, *_: careful(problem), seed)
 
