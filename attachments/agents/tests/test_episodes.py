@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
 from attachments.agents.environment import described
+from attachments.agents.messages import Answer, Request
 from attachments.agents.sections import PythonAgent
 from attachments.agents.tests.environments_under_test import Calculator
-from attachments.agents.workers import EnvironmentWorker, Workers
+from attachments.agents.workers import Workers
 from clotho.lanes.sampling_client import Refusal
 from protocols.errors import ProfileError, RequestError
 from protocols.prompt import Problem
@@ -26,7 +26,7 @@ from tests.small_models import byte_tokenizer
 from training_run.episodes.conversations import ChatWriter
 from training_run.episodes.credit import EPSILON, turn_advantages
 from training_run.episodes.episodes import Counts, EnvironmentEpisodes
-from training_run.episodes.messages import EpisodeLimits
+from training_run.episodes.messages import EpisodeEnded, EpisodeLimits
 from training_run.supervision.guarded_process import MAX_LINE_CHARACTERS
 
 HERE = "attachments.agents.tests.environments_under_test"
@@ -386,21 +386,29 @@ async def test_what_cannot_work_is_refused_at_the_start(name: str, reason: str) 
         workers.close()
 
 
-def test_an_episode_gets_a_worker_of_its_own_or_the_one_with_the_fewest(monkeypatch: pytest.MonkeyPatch) -> None:
+class CountedWorker:
+    """A worker whose episodes end at once."""
+
+    def __init__(self, *_: object) -> None:
+        self.episodes, self.ended = 0, False
+
+    async def answer(self, request: Request) -> Answer:
+        """Answer as an environment that gives no reward."""
+        return EpisodeEnded()
+
+
+async def test_an_episode_gets_a_worker_of_its_own_or_the_one_with_the_fewest(monkeypatch: pytest.MonkeyPatch) -> None:
     """A further worker starts while all have episodes and there are fewer than `max_workers`."""
-    monkeypatch.setattr(
-        "attachments.agents.workers.EnvironmentWorker", lambda *_: SimpleNamespace(episodes=0, ended=False)
-    )
+    monkeypatch.setattr("attachments.agents.workers.EnvironmentWorker", CountedWorker)
     workers = Workers(PythonAgent(environment="talks:Talk", max_workers=2))
-    first, second = (begun(workers) for _ in range(2))
+    made = [workers.episode(Problem(prompt="go", answer="", type="t")) for _ in range(6)]
+    for one in made[:4]:
+        await one.begin()
+    first, second = (made[i]._worker for i in range(2))
+    assert [one._worker for one in made[2:4]] == [first, second], "each has two"
     assert first is not second
-    assert {begun(workers).episodes for _ in range(2)} == {2}
-    second.episodes = 0
-    assert begun(workers) is second
-
-
-def begun(workers: Workers) -> EnvironmentWorker:
-    """Begin an episode, and return its worker."""
-    worker = workers.worker()
-    worker.episodes += 1
-    return worker
+    for one in (made[1], made[3]):
+        await one.close()
+    for one in made[4:]:
+        await one.begin()
+    assert [one._worker for one in made[4:]] == [second] * 2

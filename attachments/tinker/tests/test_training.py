@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -195,11 +197,24 @@ def test_checkpoints_are_listed_copied_and_deleted(client: Client, place: Path) 
     assert_same(arrays(place, path), arrays(place, copied))
     one = f"/api/v1/training_runs/{model_id}/checkpoints/weights/kept"
     assert client.http.get(f"{one}/archive").status_code == 302
-    assert client.http.get(f"{one}/archive", headers={"accept": "application/gzip"}).content[:2] == b"\x1f\x8b"
+    archive = client.http.get(f"{one}/archive", headers={"accept": "application/gzip"}).content
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        assert {"adapters.safetensors", "adapter_config.json"} <= set(files.getnames())
+        assert "state.safetensors" not in files.getnames()
     assert client.http.put(f"{one}/ttl", json={"ttl_seconds": 3600}).status_code == 200
     assert client.get(f"training_runs/{model_id}")["last_checkpoint"]["expires_at"] is not None
     assert client.http.delete(one).status_code == 200
     assert client.get(f"training_runs/{model_id}/checkpoints")["checkpoints"] == []
+
+
+def test_lists_come_in_pages(client: Client, place: Path) -> None:
+    """With where a page begins, how long it may be, and how many entries there are."""
+    for _ in range(2):
+        client.model(str(place / "model"), rank=1)
+    whole = client.get("training_runs?limit=1000")["training_runs"]
+    page = client.get("training_runs?offset=1&limit=1")
+    assert page["training_runs"] == whole[1:2]
+    assert page["cursor"] == {"offset": 1, "limit": 1, "total_count": len(whole)}
 
 
 def test_a_name_is_not_used_twice(client: Client, place: Path) -> None:
