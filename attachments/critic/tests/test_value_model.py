@@ -25,9 +25,9 @@ pytestmark = pytest.mark.needs_float32
 def critic(policy: Policy | None = None, *, learner: Mapping[str, Any] | None = None, **keys: Any) -> CriticUpdates:
     """Return the critic of a tiny policy, whose learner has these settings."""
     settings = ValueHead(**{"warmup_steps": 0, "learning_rate": 1e-2, **keys})
-    learner = learner_settings(**{"layout": "padded", "micro_batch_tokens": 64, **(learner or {})})
-    model = ValueModel(policy or tiny_policy(), settings, learner, UNDIVIDED)
-    return CriticUpdates(model, settings, learner, max_tokens=16, turns=UNDIVIDED)
+    section = learner_settings(**{"layout": "padded", "micro_batch_tokens": 64, **(learner or {})})
+    model = ValueModel(policy or tiny_policy(), settings, section, UNDIVIDED)
+    return CriticUpdates(model, settings, section, max_tokens=16, turns=UNDIVIDED)
 
 
 @pytest.mark.parametrize("value_clip", [0.0, 0.2])

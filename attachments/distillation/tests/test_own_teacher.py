@@ -100,8 +100,8 @@ async def test_correct_completions_learn_from_rewards_and_failed_ones_from_the_t
     found = await scoring.around(Rewards()).score(scored(False, True).group)
     assert isinstance(found, ScoredGroup)
     if loss == "forward_kl":
-        taught = found.teacher[0]
-        assert (taught.tokens, taught.logprobs) == (((3, 0),), ((-0.25, -inf),)), "the policy has no token 4"
+        best = found.teacher[0]
+        assert (best.tokens, best.logprobs) == (((3, 0),), ((-0.25, -inf),)), "the policy has no token 4"
     learner = learner_settings(distillation_weight=1.0)
     advantages = compute_advantages([found], (), learner)
     assert [float(np.abs(row_T).max()) > 0 for row_T in advantages[0]] == [False, True]

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from anyio import sleep
 
 import clotho
 from attachments.distillation import served_teacher
@@ -68,8 +67,12 @@ async def test_a_busy_server_is_asked_again(
     """The repeated requests are counted, and the pauses between them are doubled up to a limit."""
     pauses: list[float] = []
     monkeypatch.setattr(served_teacher, "LONGEST_PAUSE", 0.003)
-    monkeypatch.setattr(served_teacher.random, "uniform", lambda low, high: high)
-    monkeypatch.setattr(served_teacher.anyio, "sleep", lambda seconds: sleep(pauses.append(seconds) or 0.0))
+    monkeypatch.setattr("random.uniform", lambda low, high: high)
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr("anyio.sleep", pause)
     server.answer = lambda body: (status, {}) if len(server.requests) < 5 else scored(body)
     one = teacher(server.url)
     assert len(await one.score((1,), [(2,)])) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -24,7 +25,7 @@ def store(tmp_path: Path) -> TinkerStore:
     return made
 
 
-def saved(store: TinkerStore, name: str, *, kind: Kind = "weights", step: int = 0, **fields: float) -> SavedCheckpoint:
+def saved(store: TinkerStore, name: str, *, kind: Kind = "weights", step: int = 0, **fields: Any) -> SavedCheckpoint:
     """Record a checkpoint without files."""
     found = SavedCheckpoint(run=RUN.model_id, kind=kind, name=name, step=step, **{"created": 1.0, **fields})
     store.place(found).mkdir(parents=True)
