@@ -63,6 +63,14 @@ def test_a_new_adapter_equals_the_base() -> None:
     assert (policy.version, policy.step) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("section", "keeps"), [({}, True), ({"kind": "full"}, False), ({"train_embeddings": True}, False)]
+)
+def test_the_base_is_kept_if_only_an_adapter_is_trained(section: dict[str, Any], *, keeps: bool) -> None:
+    """Else no other adapter's prefixes may outlive an update: their keys and values are those of the old base."""
+    assert make(**section).keeps_base == keeps
+
+
 def test_publish_installs_the_given_arrays() -> None:
     """Without a copy: the model's parameters are the published objects."""
     policy = make()

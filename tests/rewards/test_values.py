@@ -24,12 +24,18 @@ CHAT = Problem(
 )
 
 
-async def values(name: str, *texts: str, of: Problem = PLAIN, tokens: tuple[tuple[int, ...], ...] = ()) -> Values:
+async def values(
+    name: str,
+    *texts: str,
+    of: Problem = PLAIN,
+    tokens: tuple[tuple[int, ...], ...] = (),
+    environment: tuple[float, ...] = (),
+) -> Values:
     """Call a function of `trl_rewards` once, for a group with these texts."""
     function = getattr(trl_rewards, name)
     reward = Reward(name=name, function=function, group=group_parameters(function), max_steps=10)
     assert reward.group is not None
-    completions = Completions(problem=of, texts=texts, tokens=tokens, version=5)
+    completions = Completions(problem=of, texts=texts, tokens=tokens, version=5, environment=environment)
     return await await_all(reward, completions) if is_async(function) else call_all(reward, completions)
 
 
@@ -56,6 +62,13 @@ async def test_functions_for_trl_are_called_once_with_lists(
 async def test_token_ids_are_passed_to_functions_that_read_them() -> None:
     """One list per completion."""
     assert await values("reward_ids", "a", "b", tokens=((1, 2), (3,))) == (2.0, 1.0)
+
+
+async def test_the_rewards_of_an_environment_are_passed_to_functions_that_read_them() -> None:
+    """One per completion; a group without an environment has none."""
+    assert await values("of_environment", "a", "b", environment=(1.0, 0.5)) == (2.0, 1.0)
+    with pytest.raises(RewardError, match="environment_rewards"):
+        await values("of_environment", "a", "b")
 
 
 async def test_conversations_are_passed_as_messages() -> None:

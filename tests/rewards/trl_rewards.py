@@ -20,6 +20,11 @@ def reward_ids(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
     return [float(len(ids)) for ids in completion_ids]
 
 
+def of_environment(environment_rewards: list[float], **kwargs: Any) -> list[float]:
+    """Reward twice what the environment gave."""
+    return [2.0 * one for one in environment_rewards]
+
+
 def format_reward_func(completions: list[list[dict[str, str]]], **kwargs: Any) -> list[float]:
     """Check the form of conversational completions."""
     pattern = r"^<think>.*?</think><answer>.*?</answer>$"

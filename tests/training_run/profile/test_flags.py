@@ -234,6 +234,8 @@ def test_the_same_value_may_be_given_twice() -> None:
         ("--lr inf", '--learner.optimizer.learning-rate must be finite, not "inf"'),
         ("--async maybe", '--async must be true or false, not "maybe"'),
         ("--resume --clean", "--resume continues a run and --clean deletes it: choose one"),
+        ("--fork a --resume", "--resume continues a run and --fork starts a new one: choose one"),
+        ("--fork a --policy.adapter b", "--fork and --policy.adapter both give the initial weights: choose one"),
         ("--steps 3 --num-iters 4", "--steps is given twice: 3 and 4"),
         ("--clip-ratio 0.2 --learner.objective.clip-high 0.3",
          "--learner.objective.clip-high is given twice: 0.2 and 0.3"),
