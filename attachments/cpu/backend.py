@@ -38,10 +38,10 @@ from clotho.models.turns import UNDIVIDED, TurnBudget
 
 log = structlog.get_logger(__name__)
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 """Modules of mlx-lm whose models are decoded."""
 
-PARTS = frozenset(f"mlx_lm.models.{name}" for name in (*ARCHITECTURES, "qwen3_next", "switch_layers"))
+PARTS = frozenset(f"mlx_lm.models.{name}" for name in (*ARCHITECTURES, "switch_layers"))
 """Modules of mlx-lm whose layers are known, as far as these models have them."""
 
 LAYERS: tuple[type[nn.Module], ...] = (

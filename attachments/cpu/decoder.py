@@ -1,4 +1,4 @@
-"""Decoding Llama, Qwen2, Qwen3 and Qwen3.5 in NumPy: one token for every row of a batch per step."""
+"""Decoding Llama, Qwen2, Qwen3, Qwen3.5 and Qwen3-Next in NumPy: one token for every row of a batch per step."""
 
 from __future__ import annotations
 

@@ -8,10 +8,17 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from attachments.cpu.blas import Floats
 from attachments.cpu.blocks import HostStep
 from attachments.cpu.decoder_layers import ParameterVector, allocated, as_numpy, inverse_rms, projections, sigmoid
+
+BY_KIND = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+"""The input layers of Qwen3.5: queries, keys, values, gates, beta and rates, each of all heads."""
+
+BY_HEAD = ("in_proj_qkvz", "in_proj_ba")
+"""Those of Qwen3-Next, whose outputs are in the same order for one head of keys after another."""
 
 EPS = 1e-6
 """Added to the sum of the squares of a query or a key."""
@@ -57,7 +64,7 @@ def _taken(held: Floats, slots: Sequence[int], rows: int) -> Floats:
 
 
 class DeltaLayer:
-    """The gated delta rule after a causal convolution per channel, and before a gated norm (Qwen3.5).
+    """The gated delta rule after a causal convolution per channel, and before a gated norm (Qwen3.5, Qwen3-Next).
 
     Per head, a state S of (V, K) numbers is updated at every token (arXiv:2412.06464):
 
@@ -66,13 +73,15 @@ class DeltaLayer:
 
     def __init__(self, layer: Any, name: str) -> None:
         self._layer = layer
-        self._inputs = projections(layer, name, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        by_head = BY_HEAD[0] in layer
+        self._inputs = projections(layer, name, *(BY_HEAD if by_head else BY_KIND))
         self._output = projections(layer, name, "out_proj")
         self.groups = self._inputs, self._output
         self._widths = tuple(one.outputs for one in self._inputs.projections)
         self._key_heads, self._heads = layer.num_k_heads, layer.num_v_heads
         self._key_size, self._value_size = layer.head_k_dim, layer.head_v_dim
         self._norm, self._eps = ParameterVector((layer.norm, "weight", 1)), float(layer.norm.eps)
+        self._order_X = self._order_by_kind() if by_head else None
         recent = (layer.conv_kernel_size - 1, layer.conv_dim)
         self.state_shapes: tuple[tuple[int, ...], ...] = recent, (self._heads, self._value_size, self._key_size)
 
@@ -82,6 +91,8 @@ class DeltaLayer:
         whole, parts = buffers.columns(self._widths)
         self._inputs(buffers.normed, parts, buffers.low_rank)
         projected = whole.array if arrangement is None else arrangement.by_slot(whole.array)
+        if self._order_X is not None:
+            projected = projected[:, self._order_X]
         B, H, V = len(cache.state_B_H_V_K), self._heads, self._value_size
         C = layer.conv_dim
         projected_B_T_X = projected.reshape(B, buffers.rows // B, -1)
@@ -98,6 +109,14 @@ class DeltaLayer:
         if arrangement is not None:
             mixed.array[:] = arrangement.sorted(mixed.array)
         self._output(mixed, (buffers.x,), buffers.low_rank, add=True)
+
+    def _order_by_kind(self) -> NDArray[np.intp]:
+        """Return the columns of `BY_HEAD` in the order of `BY_KIND`."""
+        G, K, X = self._key_heads, self._key_size, self._heads // self._key_heads * self._value_size
+        of_states, of_rates = np.split(np.arange(sum(self._widths)), [-2 * self._heads])
+        parts = np.split(of_states.reshape(G, -1), np.cumsum([K, K, X]), axis=1)
+        parts += np.split(of_rates.reshape(G, -1), 2, axis=1)
+        return np.concatenate([part.ravel() for part in parts])
 
     def _convolved(self, x_B_T_C: Floats, recent_B_N_C: Floats) -> Floats:
         """Return silu of the convolution of the recent inputs and x, and keep the last inputs."""

@@ -22,12 +22,12 @@ from tests.small_models import ARCHITECTURES, FixedSource, tiny_source
 PLAIN = ("qwen3", "qwen2", "llama")
 """Architectures that the host knows, with attention and linear layers."""
 
-SUPPORTED = (*PLAIN, "qwen3_moe", "qwen3_5")
+SUPPORTED = (*PLAIN, "qwen3_moe", "qwen3_5", "qwen3_next")
 """All architectures that the host knows: also with experts, and with the gated delta rule."""
 
 ADAPTED = {
     "self_attn": (2, ("q_proj", "v_proj", "o_proj")),
-    "linear_attn": (2, ("in_proj_qkv", "in_proj_a", "out_proj")),
+    "linear_attn": (2, ("in_proj_qkv", "in_proj_a", "in_proj_qkvz", "out_proj")),
     "mlp": (3, ("gate", "gate_proj", "down_proj")),
     "switch_mlp": (3, ("gate_proj", "down_proj")),
 }

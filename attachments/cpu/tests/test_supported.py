@@ -60,7 +60,7 @@ def test_rotations_that_are_merely_slower_are_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["gemma2", "gemma3_text", "mixtral", "mamba2", "falcon_h1", "lfm2", "qwen3_next"]
+    "architecture", ["gemma2", "gemma3_text", "mixtral", "mamba2", "falcon_h1", "lfm2", "kimi_linear"]
 )
 def test_other_architectures_are_not(architecture: str) -> None:
     """The host knows none of their blocks."""
