@@ -38,8 +38,8 @@ from training_run.supervision.hooks import UpdateHook
 TRUNK, HEAD, BIAS = "trunk.", "head.weight", "head.bias"
 OPTIMIZER = "optimizer."
 
-RATE_OF_POLICY = 5.0
-"""Default learning rate of the critic by that of the policy: that of Open-Reasoner-Zero (arXiv:2503.24290)."""
+RATE_OF_POLICY = 3.0
+"""Default learning rate of the critic by that of the policy."""
 
 
 def value_loss(

@@ -14,7 +14,7 @@ class ValueHead(Variant, frozen=True, kw_only=True, tag="value_head"):
     discount: Annotated[Fraction, about("Discount of later rewards per token (gamma).")] = 1.0
     gae_lambda: Annotated[Fraction, about("Weight of later value errors per token (lambda).")] = 1.0
     learning_rate: Annotated[
-        PositiveFloat | None, about("Learning rate of the critic (AdamW); none: 5 times that of the policy.")
+        PositiveFloat | None, about("Learning rate of the critic (AdamW); none: 3 times that of the policy.")
     ] = None
     epochs: Annotated[Positive, about("Optimizer steps of the critic per batch.")] = 1
     value_clip: Annotated[
