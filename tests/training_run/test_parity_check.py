@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,7 +17,7 @@ from clotho.inference.forced_decoder import ForcedDecoder
 from clotho.inference.rows import RouteArray
 from clotho.models.parameters import flat, nested
 from clotho.models.policy import Policy, TrainablePolicy
-from clotho.models.turns import TurnBudget
+from clotho.models.turns import UNSHARED, TurnBudget
 from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.settings.engine import EngineSection
@@ -31,6 +31,7 @@ from tests.inference.engine_helpers import (
     submit_request,
     tick_until,
 )
+from tests.learner_settings import learner_settings
 from tests.recorded_turns import RecordedTurns
 from tests.small_models import ARCHITECTURES, tiny_source
 from tests.training.policies_and_groups import BigramPolicy, tiny_policy
@@ -40,6 +41,7 @@ from training_run.parity_check import (
     MAX_PROMPT,
     MAX_ROWS,
     SERVED_KL,
+    ParityChecker,
     ParityModels,
     ParityReport,
     ParitySample,
@@ -137,11 +139,24 @@ class DoubledLogits:
 
 
 def test_an_engine_with_other_logits_fails_the_parity_check() -> None:
-    """The check compares two independent computations."""
+    """The check compares two independent computations: KL(served || learner), in float64, at the temperature."""
     policy = tiny_policy()
-    report = check(policy, DoubledLogits(policy.model), (1, 2), (3, 4), 1.0)
-    assert report.max_difference > 0.1
-    assert report.mean_kl > 1e-3
+    report = check(policy, DoubledLogits(policy.model), (1, 2), (3, 4), 0.5)
+    z_T_V = np.float64(model_lanes.numpy(policy.model(mx.array([[1, 2, 3]]))))[0, 1:] / 0.5
+    served_T_V, learner_T_V = (z_T_V * k - np.log(np.exp(z_T_V * k).sum(axis=-1, keepdims=True)) for k in (2.0, 1.0))
+    difference_T_V = served_T_V - learner_T_V
+    assert report.max_difference == pytest.approx(np.abs(difference_T_V[[0, 1], [3, 4]]).max(), rel=1e-2)
+    assert report.mean_kl == pytest.approx((np.exp(served_T_V) * difference_T_V).sum(axis=-1).mean(), rel=1e-2)
+
+
+def test_the_checks_of_a_run_compare_with_the_layout_of_its_learner() -> None:
+    """And replay routes unless the learner never does."""
+    policy = tiny_policy()
+    learner = learner_settings(layout="shared", router_replay="off")
+    checker = ParityChecker(
+        policy, engine_of(policy), settings=EngineSection(), learner=learner, decode=cast(Any, None), lane=UNSHARED
+    )
+    assert (checker._models.forcing.layout, checker._models.replays) == ("shared", False)
 
 
 def test_the_difference_of_a_check_is_the_largest_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
