@@ -401,7 +401,7 @@ async def test_an_episode_gets_a_worker_of_its_own_or_the_one_with_the_fewest(mo
     """A further worker starts while all have episodes and there are fewer than `max_workers`."""
     monkeypatch.setattr("attachments.agents.workers.EnvironmentWorker", CountedWorker)
     workers = Workers(PythonAgent(environment="talks:Talk", max_workers=2))
-    made = [workers.episode(Problem(prompt="go", answer="", type="t")) for _ in range(6)]
+    made = [workers.episode(Problem(prompt="go", answer="", type="t")) for _ in range(7)]
     for one in made[:4]:
         await one.begin()
     first, second = (made[i]._worker for i in range(2))
@@ -411,4 +411,4 @@ async def test_an_episode_gets_a_worker_of_its_own_or_the_one_with_the_fewest(mo
         await one.close()
     for one in made[4:]:
         await one.begin()
-    assert [one._worker for one in made[4:]] == [second] * 2
+    assert [one._worker for one in made[4:]] == [second, second, first]
