@@ -11,11 +11,14 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from protocols.sampling import MAX_TOP_LOGPROBS
+
 Answer = Mapping[str, Any]
 """An answer, or the result of a promise, as an object of JSON. Its arrays may be those of numpy."""
 
 Name = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")]
 Ttl = Annotated[int, Meta(ge=1)]
+Best = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 Metadata = dict[str, Any]
 
 
@@ -225,8 +228,8 @@ class SampleCall(NumberedCall, frozen=True, kw_only=True):
     model_path: str | None = None
     prompt_logprobs: bool | None = None
     prompt_logprobs_last_n: int | None = None
-    topk_prompt_logprobs: Annotated[int, Meta(ge=0)] = 0
-    topk_sample_logprobs: Annotated[int, Meta(ge=0)] = 0
+    topk_prompt_logprobs: Best = 0
+    topk_sample_logprobs: Best = 0
     target_prompt_logprobs: Any = None
     prompt_alt_tokens_k: int = 0
     record_stability_info: bool | None = None

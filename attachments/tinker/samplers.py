@@ -30,7 +30,7 @@ from clotho.serving.errors import ApiError, invalid_field
 from clotho.serving.services import ClientSampler, Recording, ServerContext
 from clotho.storage.adapters import write_adapter
 from protocols.errors import GenerationError, visible
-from protocols.sampling import MAX_TOP_LOGPROBS, POLICY, SampleRequest, Sampling, completion_seeds
+from protocols.sampling import POLICY, SampleRequest, Sampling, completion_seeds
 
 
 class ServedAdapter(Struct, kw_only=True, eq=False):
@@ -199,18 +199,11 @@ UNSERVED = {
 
 
 def sample_request(call: SampleCall, sampler: SamplingSource, context: ServerContext) -> SampleRequest:
-    """Check a request. Raises ApiError that names what is wrong or not served."""
+    """Check a request. Raises ApiError and RequestError that name what is wrong or not served."""
     for name, advice in UNSERVED.items():
         if getattr(call, name) not in (None, False, 0):
             raise invalid_field(name, f"is not served; {advice}")
-    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
-        if getattr(call, name) > MAX_TOP_LOGPROBS:
-            raise invalid_field(name, f"must be at most {MAX_TOP_LOGPROBS}")
     prompt, length, limit = text_tokens(call.prompt.chunks), context.context_length, context.settings.max_choices
-    if not prompt:
-        raise invalid_field("prompt", "has no tokens")
-    if len(prompt) >= length:
-        raise invalid_field("prompt", f"has {len(prompt)} tokens; the context length is {length}")
     if call.num_samples > limit:
         raise invalid_field("num_samples", f"must be at most {limit}; raise it with --server.max-choices")
     if call.prompt_logprobs_last_n is not None and not 1 <= call.prompt_logprobs_last_n < len(prompt):

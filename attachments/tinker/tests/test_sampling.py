@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from attachments.tinker.samplers import ServedAdapter
-from attachments.tinker.tests.tinker_server import Client, Live, datum, tinker_server
+from attachments.tinker.tests.tinker_server import Client, Live, chunks, datum, tinker_server
 from clotho.serving import auth
 from tests import saved_models
 
@@ -218,6 +218,7 @@ def test_the_most_probable_tokens_of_prompt_and_completion(client: Client, place
         ({"topk_prompt_logprobs": 50}, "topk_prompt_logprobs"), ({"num_samples": 10_000}, "num_samples"),
         ({"prompt_logprobs_last_n": 4}, "prompt_logprobs_last_n"), ({"temperature": -1.0}, "temperature"),
         ({"top_p": 0.0}, "top_p"), ({"max_tokens": 0}, "max_tokens"),
+        ({"prompt": []}, "prompt"), ({"prompt": [3] * 10_000}, "prompt"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_sampled_is_refused_by_its_name(
@@ -227,6 +228,6 @@ def test_what_cannot_be_sampled_is_refused_by_its_name(
     names = ("max_tokens", "temperature", "top_p")
     params = {"max_tokens": 4} | {name: fields.pop(name) for name in names if name in fields}
     sampler = client.sampler(client.model(str(place / "model"), rank=1))
-    body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]}, "sampling_params": params, **fields}
+    body = {"prompt": chunks(fields.pop("prompt", PROMPT)), "sampling_params": params, **fields}
     answer = client.respond("asample", sampling_session_id=sampler, **body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
