@@ -214,11 +214,12 @@ def learnability(outcomes: Sequence[GroupOutcome], *, batch_size: int) -> str:
 
     A group teaches RL something if some of its completions are correct and others are not. pass@k is the share of
     problems that k completions solve at least once; with fewer than one such problem in a batch, RL has nothing to
-    reinforce in most updates. With fewer than one group of both kinds, problems are always solved or never.
+    reinforce in most updates. With fewer than one group of both kinds, problems are always solved or never. A group of
+    one says neither.
     outcomes: scored groups. batch_size: number of groups of a batch of the run.
     """
     judged = [[one for one in outcome.correct if one is not None] for outcome in outcomes]
-    judged = [row for row in judged if row]
+    judged = [row for row in judged if len(row) > 1]
     if len(judged) < FEWEST_GROUPS:
         return ""
     k = min(LARGEST_K, *map(len, judged))

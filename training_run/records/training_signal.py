@@ -16,7 +16,7 @@ from protocols.errors import visible
 from protocols.finding import Change, Finding, FindingName, Remedy
 from protocols.rollout import GroupOutcome, ScoredGroup, are_equal, bounded
 from protocols.step import GroupsEnded, StepReport
-from training_run.records.solved import Solved, count_solved, solved_by
+from training_run.records.solved import Solved, count_solved, has_rewards, solved_by
 from training_run.rewards.overlong import OVERLONG
 
 FEWEST_GROUPS = 4
@@ -122,7 +122,7 @@ class TrainingSignal:
         yield from self._truncated()
 
     def _add(self, group: GroupOutcome) -> None:
-        if group.completions and len(group.rewards) == len(group.completions) and bounded(group.rewards):
+        if has_rewards(group) and len(group.rewards) == len(group.completions) and bounded(group.rewards):
             self._groups.append(group)
             self._failed, self._error = 0, ""
 

@@ -48,3 +48,4 @@ def test_completions_that_nothing_judges_have_no_estimate() -> None:
     )
     assert learnability([unjudged] * 8, batch_size=16) == ""
     assert learnability([judged(1, 8)] * 3, batch_size=16) == ""
+    assert learnability([judged(1, 1)] * 8, batch_size=16) == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from protocols.finding import Finding
 from protocols.rollout import Discarded, DiscardReason
@@ -95,6 +96,12 @@ def test_many_truncated_completions_that_earn_less_are_a_finding(truncated: int,
     ended = groups(8, (1.0, 0.0))
     assert names(groups(truncated, (0.0, 0.0), finish="length"), ended) == expected
     assert names(groups(truncated, (1.0, 0.0), finish="length"), ended) == set()
+
+
+def test_groups_that_nothing_rewards_are_no_finding() -> None:
+    """A run without reward functions, such as one that learns from a teacher alone, gives them rewards of 0."""
+    unrewarded = replace(group(), parts={}, correct=(None, None))
+    assert names(GroupsEnded(step=1, discarded=(unrewarded,) * 8)) == set()
 
 
 def test_a_finding_ends_when_the_fault_ends() -> None:
