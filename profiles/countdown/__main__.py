@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import combinations_with_replacement, product
 from pathlib import Path
 from random import Random
@@ -50,10 +50,23 @@ def draw(rng: Random, sets: Sequence[tuple[int, ...]], count: int) -> list[Probl
     return list(found.values())
 
 
-def work(numbers: Iterable[int], target: int) -> tuple[str, ...]:
-    """Return the steps that find what has to be subtracted: half of what the sum of all numbers has too much."""
-    total = sum(numbers)
-    return (f"{total}-{target}={total - target}", f"{total - target}/2={(total - target) // 2}")
+def work(numbers: Sequence[int], target: int) -> tuple[str, ...]:
+    """Return the calculation that finds what has to be subtracted: half of what the sum of all numbers has too much.
+
+    Each step has one operation, and its result is the first operand of the next one. If no number has the value of what
+    has to be subtracted, two have; the last step then finds the number that is added.
+    """
+    total = numbers[0]
+    steps = [str(total)]
+    for number in numbers[1:]:
+        total += number
+        steps.append(f"+{number}={total}")
+    steps.append(f"-{target}={(excess := total - target)}")
+    if excess:
+        steps.append(f"/2={excess // 2}")
+        if excess // 2 not in numbers:
+            steps.append(f"+{target}={excess // 2 + target}")
+    return tuple(steps)
 
 
 def make(out: Path, seed: int) -> None:
@@ -67,7 +80,7 @@ def make(out: Path, seed: int) -> None:
 
 def demonstration(one: Problem) -> str:
     """Return the steps and the answer."""
-    return f"{' '.join(one.work)} {HASHES} {one.answer}"
+    return f"{''.join(one.work)} {HASHES} {one.answer}"
 
 
 if __name__ == "__main__":

@@ -40,6 +40,8 @@ def numbers(record: dict[str, Any]) -> tuple[int, ...]:
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_the_files_of_a_task_can_be_made_again(folder: str, tmp_path: Path) -> None:
     """Byte for byte, with the default seed."""
+    if folder == "chain_sum":
+        pytest.importorskip("reasoning_gym")
     import_module(f"profiles.{folder}.__main__").make(tmp_path, 0)
     for name in sorted(path.name for path in tmp_path.iterdir()):
         assert (tmp_path / name).read_bytes() == (PROFILES / folder / name).read_bytes()
@@ -57,6 +59,9 @@ def test_no_held_out_problem_is_trained() -> None:
     assert not {*trained} & {*held_out}
     questions = [one["prompt"] for name in ("train.jsonl", "heldout.jsonl") for one in records("customer", name)]
     assert len(set(questions)) == len(questions) == 1024 + 128
+    files = ("train.jsonl", "heldout.jsonl", "demonstrations.jsonl")
+    sums = [one["prompt"] for name in files for one in records("chain_sum", name)]
+    assert len(set(sums)) == len(sums) == 1024 + 128 + 1024
 
 
 def test_the_chance_of_countdown_is_that_of_its_card() -> None:
@@ -82,10 +87,8 @@ def test_demonstrations_earn_every_reward(task: str) -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_the_stages_are_those_of_the_study(task: str) -> None:
     """Its table reads the accuracy after the demonstrations at their last step."""
-    assert [(one.kind, one.steps) for one in STAGES.of(load_profile(f"proof-{task}"))] == [
-        ("sft", DEMONSTRATED),
-        ("rl", 60 if task == "customer" else 40),
-    ]
+    first, second = STAGES.of(load_profile(f"proof-{task}"))
+    assert (first.kind, first.steps, second.kind) == ("sft", DEMONSTRATED, "rl")
 
 
 @pytest.mark.parametrize(
@@ -176,3 +179,11 @@ def test_demonstrations_of_the_customer_are_conversations_with_results_of_the_to
             added += name == "add" != meant
             all_calls += meant != "add"
     assert abs(added / all_calls - HASTY) < 0.05
+
+
+def test_demonstrations_of_chain_sum_earn_every_reward() -> None:
+    """They have the form, and the answer of the dataset."""
+    rewards = [load_reward(name, RewardOptions(answer_in="tags")) for name in ("format", "math_eval")]
+    for one in records("chain_sum", "demonstrations.jsonl"):
+        problem = Problem(prompt=one["prompt"], answer=one["answer"])
+        assert [reward(problem, one["completion"]) for reward in rewards] == [1.0, 1.0]
