@@ -27,8 +27,8 @@ from training_run.parity_check import (
     parity_sample,
 )
 from training_run.profile.schema import ParityCheck, ParitySection
+from training_run.serving import swap_weights
 from training_run.supervision.latest import Latest
-from training_run.swap import swap_weights
 
 log = structlog.get_logger(actor="broadcaster")
 

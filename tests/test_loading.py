@@ -126,7 +126,7 @@ def test_the_first_example_loads_few_modules(tmp_path: Path) -> None:
             (data / file.name).symlink_to(file)
     files = loaded(tmp_path, str(example), "0").files
     assert [file for file in files if file.parts[0] == "training_run"] == []
-    assert_few(files, modules=120, lines=22_950)
+    assert_few(files, modules=118, lines=22_600)
     assert used_attachments(files).keys() == {"cpu", "graders"}
 
 

@@ -14,11 +14,15 @@ from prometheus_client.core import Metric
 from clotho.engine_metrics import engine_metrics
 from clotho.extension import Door
 from clotho.inference.engine import DecodeEngine
-from clotho.lanes.compute_thread import Compute
+from clotho.lanes.compute_thread import Compute, ComputeThread, finish
+from clotho.models.parameters import Parameters
+from clotho.models.policy import Policy
 from clotho.sampler import Sampler
 from clotho.serving.metrics import counter
 from clotho.serving.services import EngineAccess, HealthReport
+from clotho.settings.engine import KvPolicy
 from protocols.sampling import PromptLogprobs
+from protocols.step import WeightsReady
 from training_run.profile.schema import MonitorSection
 from training_run.records.terminal_text import relative_path
 from training_run.supervision.supervisor import Child, ChildState, ChildStatus, RestartPolicy, describe_error, permanent
@@ -128,3 +132,22 @@ def names_of(path: str, files: Path | None) -> frozenset[str]:
     cached = [part for part in (files.parts if files else ()) if part.startswith("models--")]
     repositories = [part.removeprefix("models--").replace("--", "/") for part in cached[-1:]]
     return frozenset({path, relative_path(path), *([str(files)] if files else []), *repositories})
+
+
+async def swap_weights(
+    decode: ComputeThread,
+    policy: Policy,
+    engine: DecodeEngine,
+    kv_policy: KvPolicy,
+    parameters: Parameters,
+    ready: WeightsReady,
+) -> float:
+    """Serve `parameters`, which are evaluated, from now on; return the duration of the swap in seconds.
+
+    With the KV policy `drain`, running rows finish first. Raises ValueError if the parameters are not the policy's.
+    """
+
+    def publish() -> float:
+        return policy.publish(parameters, version=ready.version, step=ready.step, fingerprint=ready.fingerprint)
+
+    return await finish(await finish(decode.submit(lambda: engine.swap(publish, kv_policy))))

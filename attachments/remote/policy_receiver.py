@@ -21,7 +21,7 @@ from clotho.storage.adapters import tensor_problems
 from clotho.storage.tensors import as_array, as_stored, named_arrays, parse_tensors
 from protocols.errors import CheckpointError, disk_errors_as, visible
 from protocols.step import WeightsReady
-from training_run.swap import swap_weights
+from training_run.serving import swap_weights
 
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.safetensors")
 """Names of files that a training run shares by path; a name never leads out of the directory."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -13,14 +13,13 @@ from msgspec.structs import fields
 from numpy.typing import ArrayLike, NDArray
 
 from clotho.models.parameters import Arrays, Parameters, flat, nested
-from clotho.scoring.sequences import sampled_mask_T
 from clotho.settings.learner import EssStepScale, LearnerSection
 from clotho.training.batch import Minibatch, TrainingBatch
 from clotho.training.gradient import LearnerModel, LossConfig, MicroBatchGradient, StepPosition
 from clotho.training.objectives.loss import LossCoefficients
 from clotho.training.optimizers import PLAIN, OptimizerState, StepRule, clip_scale, global_norm
 from protocols.rollout import ScoredGroup
-from protocols.step import Cut, TokenValues, UpdateMetrics
+from protocols.step import TokenValues, UpdateMetrics
 
 UNMEASURED: dict[str, Any] = {field.name: 0.0 for field in fields(UpdateMetrics) if field.required} | {
     "ratio_mean": 1.0
@@ -129,57 +128,14 @@ def step_scale(sample_size: float, settings: LearnerSection) -> float:
     return min(sample_size / chosen.base, 1.0) ** chosen.exponent if isinstance(chosen, EssStepScale) else 1.0
 
 
-class TokenRecord:
-    """Collects the values of every token from the first gradient of an update that uses the token.
-
-    Of each completion: log-probabilities, cuts, and absolute slopes of its trained tokens.
-    """
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[int, int], list[NDArray[Any]]] = {}
+class TokenRecorder(Protocol):
+    """Collects the values of every token from the first gradient of an update that uses the token."""
 
     def add(self, mini: Minibatch, parts: Sequence[MicroBatchGradient]) -> None:
         """Add the tokens of a minibatch. parts: the gradients of its micro-batches, with `tokens`."""
-        for micro, part in zip(mini.micro_batches, parts, strict=True):
-            (found,) = part.tokens
-            table = micro.table
-            trained = int(np.count_nonzero(table.loss_mask_N))  # padding is at the end
-            ends = np.cumsum(np.bincount(table.sequence_N[:trained], minlength=micro.sequences))[:-1]
-            columns = (np.array(part.logp_N), np.array(found.cut_N), np.abs(np.array(found.slope_N)))
-            split = zip(*(np.split(column_N[:trained], ends) for column_N in columns), strict=True)
-            self._found |= {mini.origins[member]: list(own) for member, own in zip(micro.members, split, strict=True)}
 
     def values(self, groups: Sequence[ScoredGroup], batch: TrainingBatch) -> tuple[tuple[TokenValues, ...], ...]:
-        """Return the values of each completion of the first groups of the update, in its little-endian form."""
-        total = float(np.concatenate([slope_T for *_, slope_T in self._found.values()]).sum(dtype=np.float64))
-        return tuple(
-            tuple(
-                _completion_values(group, i, batch.advantages[g][i], self._found.get((g, i)), total or 1.0)
-                for i in range(len(group.rewards))
-            )
-            for g, group in enumerate(groups)
-        )
-
-
-def _completion_values(
-    group: ScoredGroup, i: int, advantage_T: NDArray[np.float64], found: list[NDArray[Any]] | None, total: float
-) -> TokenValues:
-    """Return the values of a completion. found: of its trained tokens, if any. total: sum of all slopes."""
-    completion = group.group.completions[i]
-    T = len(completion.tokens)
-    logp_T, share_T = np.full(T, np.nan, dtype="<f4"), np.zeros(T, dtype="<f4")
-    cut_T = np.full(T, Cut.MASK, dtype=np.uint8)
-    if found is not None:
-        sampled_T = sampled_mask_T(completion)
-        logp_T[sampled_T], cut_T[sampled_T], share_T[sampled_T] = found[0], found[1], found[2] / total
-    if group.zero_advantage and group.zero_advantage[i]:
-        cut_T[:] = Cut.MASK
-    return TokenValues(
-        learner_logprob=logp_T.tobytes(),
-        advantage=advantage_T.astype("<f4").tobytes(),
-        cut=cut_T.tobytes(),
-        gradient_share=share_T.tobytes(),
-    )
+        """Return the values of each completion of the first groups of the update."""
 
 
 class OptimizerProgress(NamedTuple):
@@ -206,7 +162,7 @@ def take_optimizer_steps(
     version: int,
     learning_rate: float,
     totals: MetricTotals,
-    record: TokenRecord | None = None,
+    record: TokenRecorder | None = None,
     rule: StepRule = PLAIN,
     step: int = 0,
 ) -> OptimizerProgress | None:

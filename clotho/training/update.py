@@ -9,10 +9,10 @@ An update passes through these modules in this order; docs/numerics-internals.md
    `learner.micro_batch_tokens` positions. Every token has a loss weight, so that the loss is the same for any split.
 2. `optimizer_steps` takes one step per minibatch and epoch. `gradient` runs the model on prompts and completions
    (`scoring.teacher_forcing`) and differentiates `objectives.loss`; the gradients of micro-batches add up in float32.
-   The values of single tokens (`TokenRecord`) are by-products of the first gradient that uses each token.
+   The values of single tokens (`TokenRecorder`) are by-products of the first gradient that uses each token.
    `optimizers` clips the gradient by its global norm and makes new arrays. A loss or gradient that is not finite ends
    the update here: the old parameters and the old state are still in place. A gradient of exactly zero takes no step.
-3. `update_checks` measures how far the update moved the policy, if asked to, and raises if an adapter does not move.
+3. A measure says how far the update moved the policy, if asked to; `AdapterCheck` raises if an adapter does not move.
 4. The result is applied: coefficients of the next update, a moving reference policy, parameters, optimizer state,
    version and weights hash change together. The learner then publishes the new weights.
 
@@ -22,10 +22,11 @@ between which others may compute. An exception at any point changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol, cast
 
 import mlx.core as mx
+import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -38,24 +39,42 @@ from clotho.models.turns import UNSHARED, TurnBudget, Turns
 from clotho.scoring.teacher_forcing import ROUTER_REPLAY, TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.settings.learner import LearnerSection, RouterReplay
-from clotho.training.batch import Division, PerTokenAdvantages, TrainingBatch, prepare
+from clotho.training.batch import Division, Minibatch, PerTokenAdvantages, TrainingBatch, prepare
 from clotho.training.gradient import LearnerModel, LossConfig, OtherRanks
 from clotho.training.learner_state import LearnerSnapshot, LearnerState, state_arrays, state_from_arrays, with_prefix
 from clotho.training.objectives.functions import objective, require_exact_ratio
 from clotho.training.objectives.loss import initial_loss_coefficients, next_loss_coefficients
-from clotho.training.optimizer_steps import MetricTotals, OptimizerProgress, TokenRecord, take_optimizer_steps
+from clotho.training.optimizer_steps import MetricTotals, OptimizerProgress, TokenRecorder, take_optimizer_steps
 from clotho.training.optimizers import PLAIN, StepRule, learning_rate
 from clotho.training.reference_policy import ReferencePolicy
-from clotho.training.update_checks import AdapterCheck, update_kl
-from protocols.errors import ModelError
+from protocols.errors import AdapterError, ModelError
 from protocols.learnability import require_learnable
 from protocols.rollout import ScoredGroup
 from protocols.sampling import Sampling
 from protocols.step import TokenValues, UpdateMetrics
 
-FIRST_STEPS, UPDATE_KL_INTERVAL = 10, 8
-"""The first steps, of which each is measured, and the interval between the measured ones that follow. A single
-destructive update between them shows only in the rewards and lengths of the next batches."""
+
+class UpdateMeasure(Protocol):
+    """Measures how far an update moves the policy (`UpdateMetrics.update_kl`)."""
+
+    def is_due(self, step: int, /) -> bool:
+        """Whether the update of this step is measured."""
+
+    def __call__(
+        self,
+        groups: Sequence[ScoredGroup],
+        mini: Minibatch,
+        before: Sequence[mx.array],
+        model: LearnerModel,
+        *,
+        after: Parameters,
+        micro_batch_tokens: int,
+    ) -> float:
+        """Return KL(policy before || policy after) in nats per token.
+
+        before: log-probabilities of the tokens of the micro-batches of `mini` under the weights before. after:
+        parameters. micro_batch_tokens: positions per forward pass.
+        """
 
 
 class Update(Struct, frozen=True, kw_only=True):
@@ -90,7 +109,7 @@ class _Computed(NamedTuple):
     batch: TrainingBatch
     progress: OptimizerProgress | None
     metrics: UpdateMetrics
-    record: TokenRecord | None
+    record: TokenRecorder | None
 
 
 class PolicyLearner:
@@ -110,8 +129,8 @@ class PolicyLearner:
         steps: int,
         first_step: int = 0,
         seed: int = 0,
-        measure_update_kl: int = 0,
-        token_values: bool = False,
+        measure: UpdateMeasure | None = None,
+        recorder: Callable[[], TokenRecorder] | None = None,
         ranks: OtherRanks | None = None,
         lane: Turns = UNSHARED,
         rule: StepRule = PLAIN,
@@ -120,10 +139,8 @@ class PolicyLearner:
 
         steps: length of the learning-rate schedule. first_step: the step at which it begins. seed: for dealing groups
         to minibatches.
-        measure_update_kl: measure how far updates move the policy (`UpdateMetrics.update_kl`): each of the first steps,
-        and later so many in a row of every `UPDATE_KL_INTERVAL`, because this takes up to a quarter of an update; 0:
-        none; also none if the loss has no importance ratio (`sft`).
-        token_values: return the values of tokens (`Update.tokens`).
+        measure: measures updates; None: nothing does. Nor is one measured whose loss has no importance ratio (`sft`).
+        recorder: makes what records the values of tokens in an update (`Update.tokens`); None: nothing does.
         ranks: the other ranks of a data-parallel learner; updates use them, rehearsals do not.
         lane: between turns, others compute. rule: of optimizer steps.
         Raises ProfileError if the learner cannot evaluate the sampling distribution, cannot load the objective or
@@ -133,8 +150,8 @@ class PolicyLearner:
         self._policy, self._settings, self._seed = policy, learner, seed
         self._steps, self._first_step = steps, first_step
         self._max_tokens = sampling.max_tokens
-        self._measure_update_kl = measure_update_kl if learner.objective.has_ratio else 0
-        self._token_values, self._objective, self.rule = token_values, objective(learner.objective), rule
+        self._measure, self._recorder = measure, recorder
+        self._objective, self.rule = objective(learner.objective), rule
         self.model = policy.copy_model()
         require_exact_ratio(learner.objective, computing_dtype(self.model.model))
         forcing = TeacherForcing(self.model.model, self.model.vocab_size, layout=learner.layout)
@@ -169,17 +186,18 @@ class PolicyLearner:
         sampled no token.
         """
         step = self._state.updates if step is None else step - self._first_step
-        in_a_row = self._measure_update_kl
-        measures = in_a_row > 0 and (step < FIRST_STEPS or step % UPDATE_KL_INTERVAL < in_a_row)
         try:
             batch, progress, metrics, record = self._compute(
-                [*groups, *replayed], step, self._computing, measure_update_kl=measures
+                [*groups, *replayed], step, self._computing, measure_update_kl=self._measures(step)
             )
         finally:
             self.model.release()
         tokens = record.values(groups, batch) if record is not None and metrics.update_applied else ()
         found = self._finished(progress, metrics)
         return replace(found, advantages=_per_completion(groups, batch.advantages), tokens=tokens)
+
+    def _measures(self, step: int) -> bool:
+        return self._measure is not None and self._settings.objective.has_ratio and self._measure.is_due(step)
 
     def _finished(self, progress: OptimizerProgress | None, metrics: UpdateMetrics) -> Update:
         """Apply what was computed, if it moves the weights."""
@@ -197,7 +215,7 @@ class PolicyLearner:
 
     def compute_and_discard(self, groups: Sequence[ScoredGroup]) -> None:
         """Compute the first update from these groups, and discard it together with the random numbers that it used."""
-        self.rehearse([(0, groups)], measure_update_kl=self._measure_update_kl > 0)
+        self.rehearse([(0, groups)], measure_update_kl=self._measures(0))
 
     def rehearse(
         self, batches: Iterable[tuple[int, Sequence[ScoredGroup]]], *, measure_update_kl: bool = False
@@ -236,7 +254,7 @@ class PolicyLearner:
         loss_config = self._loss_config(self._settings)
         batch = self._prepare(groups, loss_config, model, step=step)
         rate = learning_rate(step, steps=self._steps, settings=self._settings) * self._state.rate_factor
-        totals, record = MetricTotals(), TokenRecord() if self._token_values else None
+        totals, record = MetricTotals(), self._recorder() if self._recorder is not None else None
         progress = take_optimizer_steps(
             batch,
             OptimizerProgress(self.parameters, self._state.optimizer),
@@ -255,8 +273,8 @@ class PolicyLearner:
             loss_coefficients=loss_config.loss_coefficients,
             steps=progress.steps if progress is not None else 0,
         )
-        if progress is not None and metrics.update_applied and measure_update_kl:
-            kl = update_kl(
+        if progress is not None and metrics.update_applied and measure_update_kl and self._measure is not None:
+            kl = self._measure(
                 groups,
                 batch.minibatches[0],
                 progress.initial_logp,
@@ -359,3 +377,61 @@ def _per_completion(groups: Sequence[ScoredGroup], advantages: PerTokenAdvantage
         tuple(float(a_T.sum()) / max(1, c.length) for c, a_T in zip(group.group.completions, rows, strict=True))
         for group, rows in zip(groups, advantages, strict=False)
     )
+
+
+PATIENCE = 3
+"""Number of updates after which the B matrix of an adapter must be different from zero."""
+
+
+class AdapterCheck:
+    """Raises if the B matrix of a LoRA adapter stays at its initial value, zero (arXiv:2106.09685, section 4.1).
+
+    B is zero only until its first step. If B stays zero, the output of the adapter is zero and A has no gradient: the
+    trained weights are not the served weights, or an array is lost between them. An adapter that has moved once is not
+    checked again, so the check costs one reduction per B matrix in the first updates and nothing later.
+    """
+
+    def __init__(self, *, patience: int = PATIENCE) -> None:
+        """patience: number of updates for which B may stay zero."""
+        self._patience = patience
+        self._updates = 0
+        self._unmoved: dict[str, int] | None = None  # number of updates with a gradient, by name of B
+        self._any_moved = False
+
+    def check(self, parameters: Arrays, gradients: Arrays) -> None:
+        """Check the result of an update that was applied.
+
+        parameters: after the update. gradients: of its last optimizer step, by the same names. Raises AdapterError if
+        after `patience` updates no B has moved, or if a B has not moved that had a gradient in as many updates (experts
+        that no token was routed to have none). Evaluates arrays until all have moved.
+        """
+        if self._unmoved is None:
+            self._unmoved = {name: 0 for name in parameters if name.endswith("lora_b")}
+            self._any_moved = not self._unmoved
+        if not self._unmoved:
+            return
+        self._updates += 1
+        names = list(self._unmoved)
+        moved_M = np.array(mx.stack([mx.any(parameters[name] != 0) for name in names]))
+        has_gradient_M = np.array(mx.stack([mx.any(gradients[name] != 0) for name in names]))
+        self._any_moved |= bool(moved_M.any())
+        self._unmoved = {
+            name: self._unmoved[name] + int(has_gradient)
+            for name, moved, has_gradient in zip(names, moved_M, has_gradient_M, strict=True)
+            if not moved
+        }
+        self._raise_if_stuck(self._unmoved)
+
+    def _raise_if_stuck(self, unmoved: dict[str, int]) -> None:
+        if not self._any_moved and self._updates >= self._patience:
+            raise AdapterError(
+                f"after {self._updates} updates the B matrix of every adapter is still exactly zero: training changes "
+                "nothing. Please report this with the name of the model"
+            )
+        stuck = [name.removesuffix(".lora_b") for name, count in unmoved.items() if count >= self._patience]
+        if stuck:
+            raise AdapterError(
+                f"{len(stuck)} adapter(s) had gradients in {self._patience} updates and their B matrix is still "
+                f"exactly zero: {', '.join(stuck[:5])}. Exclude them with policy.method.target_modules, and please "
+                "report this with the name of the model"
+            )

@@ -34,8 +34,8 @@ from tests.training_run.simulated_run import METRICS
 from training_run.groups.progress import SwapTimes
 from training_run.parity_check import ParityChecker, ParityReport, ParitySample
 from training_run.profile.schema import ParityCheck, ParitySection
+from training_run.serving import swap_weights
 from training_run.supervision.latest import Latest
-from training_run.swap import swap_weights
 
 PROMPT = (5, 9, 33, 2, 17, 60)
 

@@ -15,7 +15,6 @@ from clotho.models.parameters import flat
 from clotho.models.policy import Policy
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.training.update import Update
-from clotho.training.update_checks import limited_k3
 from protocols.rollout import ScoredGroup
 from protocols.sampling import Completion
 from tests import model_lanes
@@ -30,6 +29,7 @@ from tests.training.policies_and_groups import (
     tiny_policy,
     whole_gradient,
 )
+from training_run.update_values import limited_k3
 
 EVERYTHING: dict[str, Any] = {
     "kl_beta": 0.1,

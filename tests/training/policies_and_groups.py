@@ -31,6 +31,7 @@ from protocols.rollout import RolloutGroup, ScoredGroup
 from protocols.sampling import Completion
 from tests import model_lanes
 from tests.learner_settings import learner_settings, policy_settings
+from training_run.update_values import UpdateKl
 
 VOCAB = 32
 
@@ -125,9 +126,8 @@ def learner(
 ) -> PolicyLearner:
     """A learner with a rate of 1e-2 that stays, and all else by default."""
     settings = learner_settings(**{"learning_rate": 1e-2, "schedule": "constant", "warmup_steps": 0, **keys})
-    return PolicyLearner(
-        policy, settings, SamplingSection(), steps=steps, measure_update_kl=measure_update_kl, lane=lane
-    )
+    measure = UpdateKl(measure_update_kl)
+    return PolicyLearner(policy, settings, SamplingSection(), steps=steps, measure=measure, lane=lane)
 
 
 def scored_group(

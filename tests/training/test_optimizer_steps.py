@@ -22,6 +22,7 @@ from tests.learner_settings import OF_SAMPLES, learner_settings, short_names
 from tests.oracle.advantages import advantages
 from tests.oracle.policy_loss import Example, cuts, gradient_shares
 from tests.training.policies_and_groups import Bigram, BigramPolicy, same_bits, scored_group
+from training_run.update_values import TokenRecord
 
 WIDE = {"clip_low": 0.1, "clip_high": 0.1}
 TO_SAMPLER: dict[str, Any] = {"ratio_reference": "sampler", "correction": "off"}
@@ -82,7 +83,7 @@ def sampled_with_rounding(kl: float, tokens: int) -> ScoredGroup:
 def learner(policy: BigramPolicy, *, token_values: bool = True, **keys: Any) -> PolicyLearner:
     """Return a learner without momentum."""
     settings = learner_settings(learning_rate=1e-2, layout="padded", micro_batch_tokens=24, **keys)
-    return PolicyLearner(policy, settings, SamplingSection(), steps=9, token_values=token_values)
+    return PolicyLearner(policy, settings, SamplingSection(), steps=9, recorder=TokenRecord if token_values else None)
 
 
 def columns(values: TokenValues) -> tuple[NDArray[np.float32], NDArray[np.float32], list[int], NDArray[np.float32]]:

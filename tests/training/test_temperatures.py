@@ -19,6 +19,7 @@ from protocols.rollout import ScoredGroup
 from tests.learner_settings import learner_settings
 from tests.scoring.scored import sequence_scores
 from tests.training.policies_and_groups import VOCAB, random_groups, tiny_policy
+from training_run.update_values import UpdateKl
 
 EVERYWHERE: dict[str, dict[str, Any]] = {
     "reference in the loss": {"kl_beta": 0.3, "reference": "snapshot"},
@@ -33,7 +34,7 @@ def updated(groups: list[ScoredGroup], temperature: float, **keys: Any) -> Updat
     """The second update of a run at this temperature, when reference and policy differ."""
     settings = learner_settings(**({"learning_rate": 1e-2, "epsilon": 1e-3, "schedule": "constant"} | keys))
     sampling = SamplingSection(temperature=temperature)
-    one = PolicyLearner(tiny_policy(), settings, sampling, steps=3, measure_update_kl=True)
+    one = PolicyLearner(tiny_policy(), settings, sampling, steps=3, measure=UpdateKl(1))
     one.update(groups)
     return one.update(groups)
 

@@ -30,7 +30,7 @@ from tests.saved_models import save
 from tests.training.policies_and_groups import random_groups
 from training_run.evaluation.held_out import PinnedSampler, held_out_requests
 from training_run.parity_check import ParityChecker, ParitySample
-from training_run.swap import swap_weights
+from training_run.serving import swap_weights
 
 VOCABULARY, UPDATES = 64, 3
 SAMPLING = Sampling(max_tokens=24, ignore_eos=True)

@@ -57,6 +57,7 @@ from training_run.start.starting_point import Fork, begin, publish_fork, restore
 from training_run.start.warmup_step import run_warmup_step
 from training_run.supervision.latest import Latest
 from training_run.supervision.watchdog import StartupWatch
+from training_run.update_values import TokenRecord, UpdateKl
 
 log = structlog.get_logger(actor="pipeline")
 
@@ -260,8 +261,8 @@ def _load_policy(plan: Plan, lane: Lane) -> LoadedPolicy:
         steps=profile.steps - first_step,
         first_step=first_step,
         seed=profile.seed,
-        measure_update_kl=plan.measured_updates,
-        token_values=plan.token_values,
+        measure=UpdateKl(plan.measured_updates),
+        recorder=TokenRecord if plan.token_values else None,
         ranks=plan.ranks,
         lane=lane,
         rule=plan.rule or PLAIN,

@@ -22,10 +22,10 @@ from attachments.alarms.collapse_detection import (
 )
 from attachments.alarms.sections import CollapseChecks, WarnOnCollapse
 from attachments.alarms.tests.collapse_reports import GOOD, batch, completion, discarded, metrics, report, scored
-from clotho.training.update_checks import limited_k3
 from protocols.rollout import ScoredGroup
 from protocols.step import StepReport
 from tests.training_run.records.recorded_runs import COLLAPSED, HEALTHY, Line
+from training_run.update_values import limited_k3
 
 DEFAULTS = WarnOnCollapse()
 

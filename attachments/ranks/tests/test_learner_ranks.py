@@ -42,6 +42,7 @@ from tests.recorded_turns import RecordedTurns
 from tests.training.policies_and_groups import VOCAB, random_groups, tiny_policy
 from tests.training_run.built_context import tiny_profile
 from training_run.profile.mounted import without_settings
+from training_run.update_values import TokenRecord, UpdateKl
 
 
 class RanksInProcess:
@@ -110,8 +111,8 @@ def learner(
         section,
         SamplingSection(),
         steps=10,
-        measure_update_kl=True,
-        token_values=True,
+        measure=UpdateKl(1),
+        recorder=TokenRecord,
         ranks=others,
         lane=lane,
     )

@@ -19,6 +19,7 @@ from tests.learner_settings import learner_settings
 from tests.training.policies_and_groups import VOCAB, random_groups, same_bits, tiny_policy
 from training_run.profile.schema import Profile
 from training_run.start.warmup_step import DummyBatchSize, dummy_batch_size, dummy_groups, run_warmup_step
+from training_run.update_values import UpdateKl
 
 CONTEXT = 128
 TEACHER = {"distillation_weight": 0.5}
@@ -38,7 +39,7 @@ def a_profile(*, sampling: dict[str, Any] | None = None, batch_size: int = 2, **
 
 def a_learner(profile: Profile, policy: Policy) -> PolicyLearner:
     """The learner of a profile."""
-    return PolicyLearner(policy, profile.learner, profile.sampling, steps=10, measure_update_kl=True)
+    return PolicyLearner(policy, profile.learner, profile.sampling, steps=10, measure=UpdateKl(1))
 
 
 def test_the_first_update_is_the_same_with_and_without_a_rehearsal() -> None:
