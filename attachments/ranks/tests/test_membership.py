@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from attachments.ranks.membership import TOKEN, accept, coordinator
+from attachments.ranks.membership import TOKEN, Membership, accept, coordinator
 from protocols.errors import ProfileError
 
 SECRET = bytes(range(16))
@@ -61,3 +64,16 @@ def test_rank_0_accepts_ranks_with_the_token_only() -> None:
     assert [client.recv(1) for client in clients] == [b"", b"", b"", b"", b"\x02", b"", b"\x01"]
     for client in clients:
         client.close()
+
+
+def test_the_end_of_other_ranks_is_ignored_once_the_run_ends() -> None:
+    """The supervisor is told; a process that is ending already says so."""
+    told: list[dict[str, object]] = []
+    exits: list[int] = []
+    group = object.__new__(Membership)
+    group.rank, group._links, group._ending, group._exit = 1, {}, threading.Lock(), exits.append
+    group._supervisor = cast(Any, SimpleNamespace(tell=lambda **fields: told.append(fields)))
+    assert group.expect_end()
+    group.end("lost rank 0")
+    assert (exits, told) == ([], [{"ended": True}])
+    assert not group.expect_end()
