@@ -104,6 +104,7 @@ def test_the_value_loss_is_the_mean_over_tokens_before_the_first_step() -> None:
     one = critic(gae_lambda=1.0, epochs=2)
     one.judged(groups)
     assert one.metrics()["critic/value_loss"] == pytest.approx(0.5 * sizes @ np.square(rewards) / sizes.sum())
+    assert one._model._optimizer.step == 2, "one step per epoch"
 
 
 def test_the_critic_learns_the_whole_batch_at_its_own_rate() -> None:
