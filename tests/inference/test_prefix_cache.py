@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from clotho.inference.prefill import PrefixCache
 from protocols.sampling import Sampling
 from tests.inference.engine_helpers import (
     SAMPLED,
@@ -113,3 +116,20 @@ def test_a_prompt_whose_weights_change_during_its_prefill_is_not_stored() -> Non
     submit_request(engine, make_prompt(21), reuse_prefix=True)
     run(engine)
     assert (engine.stats().prefix_hits, engine.stats().prefix_cache_tokens) == (0, 20)
+
+
+@pytest.mark.usefixtures("mlx_decoder")
+def test_an_entry_that_a_model_has_computed_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its arrays are views of those of the whole batch, which would stay in memory."""
+    copies: list[bool] = []
+    store = PrefixCache.store
+
+    def recorded(self: PrefixCache, *given: Any, is_copy: bool) -> None:
+        copies.append(is_copy)
+        store(self, *given, is_copy=is_copy)
+
+    monkeypatch.setattr(PrefixCache, "store", recorded)
+    engine = make_engine(tiny_source())
+    submit_request(engine, make_prompt(6), SAMPLED, (3,), reuse_prefix=True)
+    run(engine)
+    assert copies == [False]

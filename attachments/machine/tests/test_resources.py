@@ -162,3 +162,4 @@ def test_sensors_of_linux_report_battery_and_heat(monkeypatch: pytest.MonkeyPatc
     assert (found.thermal, found.on_battery) == ("nominal", True)
     monkeypatch.setattr(psutil, "sensors_temperatures", lambda: {"cpu": [cool, hot]}, raising=False)
     assert read(system="Linux").thermal == "heavy"
+    assert read(system="Darwin").thermal != "heavy", "programs of macOS report them"
