@@ -73,10 +73,12 @@ def ssm_update(
 ) -> tuple[mx.array, mx.array]:
     """Compute the outputs (rows, S, heads, size) of a state-space layer, and its last state. Arguments are mlx-lm's.
 
-    `ResetState` in place of a state sets it to 0 at each token that the mask excludes. Short passes are left to mlx-lm.
+    `ResetState` in place of a state sets it to 0 at each token that the mask excludes. Short passes are left to mlx-lm,
+    except those with a mask alone, after which its state is not that of the tokens of the mask.
     """
     rows, S, heads, size = hidden_states.shape
-    if S < SHORTEST and not isinstance(state, ResetState):
+    stops = mask is None or lengths is not None
+    if S < SHORTEST and stops and not isinstance(state, ResetState):
         own: tuple[mx.array, mx.array] = whole(
             hidden_states, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask=mask, lengths=lengths
         )

@@ -68,6 +68,16 @@ def test_state_space_layers_stop_at_padding() -> None:
     assert mx.allclose(own[1], expected[1], atol=1e-5)
 
 
+def test_a_mask_alone_stops_the_state_of_a_short_pass() -> None:
+    """As lengths do: Nemotron-H passes no lengths."""
+    mx.random.seed(0)
+    x, B, C = mx.random.normal((1, 5, 4, 3)), mx.random.normal((1, 5, 2, 5)), mx.random.normal((1, 5, 2, 5))
+    arrays = x, mx.zeros(4), B, C, mx.ones(4), mx.random.normal((1, 5, 4)), mx.zeros(4), mx.random.normal((1, 4, 3, 5))
+    real = mx.arange(5)[None] < 3
+    found, expected = (layers.ssm_update(*arrays, mask=real, lengths=lengths)[1] for lengths in (None, mx.array([3])))
+    assert mx.allclose(found, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("options", [{"lower_bound": -5.0}, {"allow_neg_eigval": True}, {"mask": True}])
 def test_options_of_the_function_of_mlx_lm(options: dict[str, Any]) -> None:
     """Bounded decays, eigenvalues below 0, and a mask: outputs at the tokens of the mask and the state are equal."""
