@@ -34,12 +34,13 @@ def python(*_: object) -> tuple[str, str]:
 
 
 def environment_values(record: Record) -> dict[str, float]:
-    """Mean rewards of the first and of the last third of the updates, groups of the environments, and errors.
+    """Mean rewards of the first and of the last third of the updates, one at least; groups of environments, errors.
 
     p: of the hypothesis that the last third is no better than the first. logprob_error: largest difference, in nats.
     """
     rewards = [line["reward/mean"] for line in record.metrics if line["reward/mean"] is not None]
-    early, late = rewards[: len(rewards) // 3], rewards[-(len(rewards) // 3) :]
+    third = max(1, len(rewards) // 3)
+    early, late = rewards[:third], rewards[-third:]
     numbers = [(name, found) for line in record.metrics for name, found in line["environments"].items()]
     groups = dict.fromkeys((f"groups of {name}" for name, _ in numbers), 0.0)
     for name, found in numbers:

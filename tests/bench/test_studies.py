@@ -139,7 +139,7 @@ def test_tokens_are_divided_by_forward_passes() -> None:
 
 
 def test_rewards_of_environments_are_those_of_the_first_and_the_last_third() -> None:
-    """Groups count per environment, whether they were trained on or discarded."""
+    """One update at least. Groups count per environment, whether they were trained on or discarded."""
     lines = [
         {
             "reward/mean": reward,
@@ -149,6 +149,8 @@ def test_rewards_of_environments_are_those_of_the_first_and_the_last_third() -> 
     ]
     found = environments.environment_values(Record(lines, [], {}, 0.0))
     assert (found["early"], found["late"], found["groups of a"], found["logprob_error"]) == (0.1, 0.9, 9, 1e-4)
+    short = environments.environment_values(Record(lines[:2], [], {}, 0.0))
+    assert (short["early"], short["late"]) == (0.1, 0.5)
 
 
 def test_the_largest_possible_difference_is_significant() -> None:
