@@ -142,7 +142,7 @@ def test_an_engine_with_other_logits_fails_the_parity_check() -> None:
     """The check compares two independent computations: KL(served || learner), in float64, at the temperature."""
     policy = tiny_policy()
     report = check(policy, DoubledLogits(policy.model), (1, 2), (3, 4), 0.5)
-    z_T_V = np.float64(model_lanes.numpy(policy.model(mx.array([[1, 2, 3]]))))[0, 1:] / 0.5
+    z_T_V = np.array(model_lanes.numpy(policy.model(mx.array([[1, 2, 3]]))), dtype=np.float64)[0, 1:] / 0.5
     served_T_V, learner_T_V = (z_T_V * k - np.log(np.exp(z_T_V * k).sum(axis=-1, keepdims=True)) for k in (2.0, 1.0))
     difference_T_V = served_T_V - learner_T_V
     assert report.max_difference == pytest.approx(np.abs(difference_T_V[[0, 1], [3, 4]]).max(), rel=1e-2)

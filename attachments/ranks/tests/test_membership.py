@@ -71,7 +71,8 @@ def test_the_end_of_other_ranks_is_ignored_once_the_run_ends() -> None:
     told: list[dict[str, object]] = []
     exits: list[int] = []
     group = object.__new__(Membership)
-    group.rank, group._links, group._ending, group._exit = 1, {}, threading.Lock(), exits.append
+    group.rank, group._links, group._ending = 1, {}, threading.Lock()
+    group._exit = cast(Any, exits.append)
     group._supervisor = cast(Any, SimpleNamespace(tell=lambda **fields: told.append(fields)))
     assert group.expect_end()
     group.end("lost rank 0")
