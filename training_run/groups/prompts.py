@@ -79,15 +79,14 @@ class LoadedPrompts(Struct, frozen=True, kw_only=True, eq=False):
 
 
 def load_prompts(
-    profile: Profile, tokenizer: ChatTokenizer, grade: GradeCompletions, *, longest: int, say: Say
+    split: HeldOutSplit, profile: Profile, tokenizer: ChatTokenizer, grade: GradeCompletions, *, longest: int, say: Say
 ) -> LoadedPrompts:
-    """Read, split and filter the problems of a profile, and render those that are needed at the start.
+    """Filter the problems that `read_split` has read, and render those that are needed at the start.
 
     longest: number of tokens above which a prompt is measured in any case. say: shows how far the rendering is.
-    Raises DatasetError; ModelError if the chat template cannot render a problem; ProfileError for a reward that applies
-    to no problem.
+    Raises DatasetError if no problem is left; ModelError if the chat template cannot render a problem.
     """
-    data, split = profile.data, read_split(profile)
+    data = profile.data
     renderer, evaluated = Renderer(data, tokenizer, say), _evaluated(profile)
     train = renderer.render_for_training(split.train, longest=longest)
     held_out = renderer.render(split.heldout, first=evaluated)
@@ -123,7 +122,9 @@ def inspect_dataset(
 ) -> tuple[DatasetReport, PromptReport | None]:
     """Describe the problems of a profile, and their prompts if the files of the model are on this machine.
 
-    split: the problems; None reads them. say: as in `load_prompts`. Raises the errors of `load_prompts`.
+    split: the problems; None reads them. say: as in `load_prompts`.
+
+    Raises the errors of `read_split` and `load_prompts`.
     """
     split = split or read_split(profile)
     dataset = _dataset_report(split)
@@ -163,7 +164,10 @@ def _require_applicable_rewards(profile: Profile | EvaluationProfile, types: set
 
 
 def read_split(profile: Profile | EvaluationProfile) -> HeldOutSplit:
-    """Read and split the problems of a profile. Raises DatasetError, and ProfileError as `load_prompts`."""
+    """Read and split the problems of a profile.
+
+    Raises DatasetError; ProfileError for a reward that applies to no problem.
+    """
     data = profile.data
     columns = ProblemColumns(
         prompt=data.prompt_key,

@@ -37,8 +37,9 @@ from training_run.directory.checkpoint_parts import CheckpointParts
 from training_run.directory.checkpoints import checkpoint_path, checkpoint_steps
 from training_run.directory.run_directory import RunDirectory
 from training_run.groups.ledger import Ledger
+from training_run.groups.order import HeldOutSplit
 from training_run.groups.progress import LearnerProgress, RunWeights
-from training_run.groups.prompts import MAX_LISTED_TYPES, LoadedPrompts, dataset_warnings, load_prompts
+from training_run.groups.prompts import MAX_LISTED_TYPES, LoadedPrompts, dataset_warnings, load_prompts, read_split
 from training_run.memory.estimate import estimate_memory
 from training_run.memory.report import limit_memory
 from training_run.profile.load import write_profile
@@ -138,6 +139,8 @@ async def _build_context(
     address: str,
 ) -> RunContext:
     profile, directory = plan.profile, plan.directory
+    with watch.phase("problems"):  # before the model, because large models take minutes
+        split = await run_sync(read_split, profile)
     loading = compute.learner.submit(lambda: _load_policy(plan, compute.learner.lane))
     with watch.phase("worker processes of rewards"):
         await rewards.start(compute)
@@ -146,8 +149,8 @@ async def _build_context(
         policy, policy_learner = ready.policy, ready.learner
         sampler = await run_sync(_make_sampler, profile, policy, compute)
     warmup = compute.learner.submit(lambda: run_warmup_step(policy_learner, profile, context=policy.context_length))
-    with watch.phase("problems"):
-        loaded = await run_sync(lambda: _load_prompts(profile, policy, rewards))
+    with watch.phase("prompts"):
+        loaded = await run_sync(lambda: _load_prompts(split, profile, policy, rewards))
         prompts, held_out = loaded.builder, loaded.held_out
         ungraded = _require_correct_rewards(profile, held_out, rewards)
         inputs = await run_sync(_fingerprint_inputs, profile, loaded.dataset.fingerprint)
@@ -286,10 +289,10 @@ def _make_sampler(profile: Profile, policy: Policy, compute: Compute) -> Sampler
     )
 
 
-def _load_prompts(profile: Profile, policy: Policy, rewards: RewardRunner) -> LoadedPrompts:
+def _load_prompts(split: HeldOutSplit, profile: Profile, policy: Policy, rewards: RewardRunner) -> LoadedPrompts:
     """The prompts of the run, checked against the context length and the engine's limits."""
     sure = min(policy.context_length, profile.engine.kv_cache_tokens) - profile.sampling.max_tokens
-    loaded = load_prompts(profile, policy.tokenizer, rewards.grade, longest=sure, say=log.warning)
+    loaded = load_prompts(split, profile, policy.tokenizer, rewards.grade, longest=sure, say=log.warning)
     held_out, longest, context = loaded.held_out, loaded.longest, policy.context_length
     if has_own_groups(profile):
         rewards.require_columns([*loaded.builder.problems, *held_out.problems])

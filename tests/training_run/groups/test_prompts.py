@@ -18,7 +18,14 @@ from protocols.prompt import Problem, group_seed
 from protocols.sampling import Completion
 from tests.fakes import CharacterTokenizer
 from tests.small_models import byte_tokenizer
-from training_run.groups.prompts import LoadedPrompts, PromptBuilder, dataset_warnings, inspect_dataset, load_prompts
+from training_run.groups.prompts import (
+    LoadedPrompts,
+    PromptBuilder,
+    dataset_warnings,
+    inspect_dataset,
+    load_prompts,
+    read_split,
+)
 from training_run.profile.mounted import with_attachments
 from training_run.profile.schema import Profile
 
@@ -54,7 +61,7 @@ def load(
 def loaded_prompts(profile: Profile, tokenizer: ChatTokenizer | None = None) -> LoadedPrompts:
     """Load the prompts of a profile, by default with one token per character."""
     used = tokenizer or cast(ChatTokenizer, CharacterTokenizer())
-    return load_prompts(profile, used, grade, longest=1000, say=lambda line: None)
+    return load_prompts(read_split(profile), profile, used, grade, longest=1000, say=lambda line: None)
 
 
 def test_a_prompt_depends_only_on_seed_and_group_id(tmp_path: Path) -> None:

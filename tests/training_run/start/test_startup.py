@@ -13,6 +13,7 @@ import mlx.core as mx
 import msgspec
 import pytest
 from mlx.utils import tree_map
+from msgspec.structs import replace
 
 from clotho.models.machine import random_state
 from clotho.settings.bounds import Off
@@ -282,6 +283,18 @@ async def test_mistakes_are_found_before_the_run_directory_changes(tmp_path: Pat
         assert isinstance(error, kind)
         assert message in str(error)
         assert not (tmp_path / "run").exists()
+
+
+async def test_the_dataset_is_read_before_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large model takes minutes; a mistake in the dataset is reported before."""
+    loads = list[object]()
+    monkeypatch.setattr(startup, "_load_policy", lambda *arguments: loads.append(arguments))
+    profile = tiny_profile(tmp_path)
+    data = replace(profile.data, train=str(tmp_path / "missing.jsonl"))
+    with pytest.raises(DatasetError):
+        async with open_context(replace(profile, data=data)):
+            pass
+    assert loads == []
 
 
 async def test_a_run_that_exceeds_the_memory_limit_is_refused_before_the_directory_changes(
