@@ -55,7 +55,7 @@ ALIGNED = Schedule(steps=300, batch_size=32, learning_rate=5e-3, warmup_steps=20
 """Updates of the first layer alone, the first half of them on careful demonstrations."""
 
 ROUNDS = (
-    (120, Schedule(steps=200, batch_size=32, learning_rate=1e-3, warmup_steps=20)),
+    (820, Schedule(steps=900, batch_size=32, learning_rate=1e-3, warmup_steps=20)),
     (55, Schedule(steps=95, batch_size=32, learning_rate=1e-3, warmup_steps=8)),
     (0, Schedule(steps=60, batch_size=32, learning_rate=1e-3, warmup_steps=5)),
 )
