@@ -150,12 +150,13 @@ class Samplers:
     async def _provide(self, adapter: ServedAdapter, weights: ModelWeights) -> None:
         engine, scales = self._access.engine, weights.scales
 
-        def provide() -> int:
+        def provide() -> None:
             arrays = flat(weights.parameters)
-            return engine.provide_adapter(adapter.name, arrays, scales, weights.fingerprint).version
+            version = engine.provide_adapter(adapter.name, arrays, scales, weights.fingerprint).version
+            # Here, because completions with tokens of this version can end before the event loop continues.
+            adapter.versions = {**(adapter.versions if adapter.in_flight else {}), version: weights.version}
 
-        version = await finish(self._access.compute.decode.submit(provide))
-        adapter.versions = {**(adapter.versions if adapter.in_flight else {}), version: weights.version}
+        await finish(self._access.compute.decode.submit(provide))
         adapter.weights = weights
         if adapter.name in self._adapters:  # else the session has ended
             self._adapters.move_to_end(adapter.name)
