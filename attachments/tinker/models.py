@@ -160,7 +160,10 @@ class TrainedModel:
         return _result(batch, found.logprobs, {"loss:sum": found.loss, "tokens:sum": float(found.tokens), **means})
 
     def optim_step(self, adam: AdamFields) -> dict[str, float]:
-        """Take a step of AdamW, and return its metrics. Nothing changes without a gradient that is finite."""
+        """Take a step of AdamW, also along a gradient of zeros, and return its metrics.
+
+        Nothing changes without a gradient that is finite.
+        """
         update = self._built()[1].optim_step(
             learning_rate=adam.learning_rate,
             optimizer=AdamW(
@@ -171,6 +174,7 @@ class TrainedModel:
                 weight_decay=adam.weight_decay,
             ),
             max_grad_norm=max(0.0, adam.grad_clip_norm),
+            steps_at_zero=True,
         )
         self.steps = update.version
         return {

@@ -141,7 +141,7 @@ class TokenRecorder(Protocol):
 class OptimizerProgress(NamedTuple):
     """Result of the optimizer steps taken so far.
 
-    steps: number of steps with a gradient other than zero. gradients: gradient of the last step, by parameter name;
+    steps: number of steps. gradients: gradient of the last step, by parameter name;
     None at first. initial_logp: per micro-batch of the first minibatch, log-probabilities of its tokens (N,) at the
     weights before any step.
     """
@@ -231,11 +231,13 @@ def take_step(
     totals: MetricTotals,
     rule: StepRule = PLAIN,
     step: int = 0,
+    steps_at_zero: bool = False,
 ) -> OptimizerProgress | None:
-    """Take one step along a gradient, none if it is exactly zero; return None if loss or gradient is not finite.
+    """Take one step along a gradient; return None if loss or gradient is not finite.
 
     log_weights: per micro-batch, the logarithms of the importance weights of its completions. totals: as above. rule:
-    of the step. step: number of updates before this one.
+    of the step. step: number of updates before this one. steps_at_zero: also along a gradient that is exactly zero, so
+    that momentum and weight decay move the weights.
     """
     gradients = rule.gradient(total.arrays, progress.optimizer)
     norm = float(np.array(global_norm(gradients)))
@@ -243,7 +245,7 @@ def take_step(
     scale = step_scale(sample_size, settings)
     if not totals.add(total, norm=norm, sample_size=sample_size, scale=scale):
         return None
-    if norm == 0.0:
+    if norm == 0.0 and not steps_at_zero:
         return progress
     parameters, optimizer = rule.apply(
         flat(progress.parameters),

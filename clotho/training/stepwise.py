@@ -144,12 +144,14 @@ class StepwiseLearner(PolicyLearner):
         learning_rate: float | None = None,
         optimizer: Optimizer | None = None,
         max_grad_norm: float | None = None,
+        steps_at_zero: bool = False,
     ) -> Update:
         """Take one optimizer step along the gradient that is held, and hold none afterwards.
 
-        All or nothing: without a gradient, with one that is exactly zero or not finite, the weights stay.
-        learning_rate: that of the schedule by default. optimizer, max_grad_norm: of this step, in place of the
-        learner's. Raises ValueError for an optimizer of another type than the learner's, whose state it continues.
+        All or nothing: without a gradient, with one that is not finite, or exactly zero unless `steps_at_zero`, the
+        weights stay. learning_rate: that of the schedule by default. optimizer, max_grad_norm: of this step, in place
+        of the learner's.
+        Raises ValueError for an optimizer of another type than the learner's, whose state it continues.
         """
         settings = self._settings
         if optimizer is not None and type(optimizer) is not type(settings.optimizer):
@@ -176,6 +178,7 @@ class StepwiseLearner(PolicyLearner):
                 totals=totals,
                 rule=self.rule,
                 step=self._state.updates,
+                steps_at_zero=steps_at_zero,
             )
         metrics = totals.metrics(
             tokens=held.tokens,

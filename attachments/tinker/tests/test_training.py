@@ -129,6 +129,23 @@ def test_a_step_without_a_gradient_changes_nothing(client: Client, place: Path) 
     assert client.step(model_id, learning_rate=1e-2)["update_applied:min"] == 0.0
 
 
+def test_a_gradient_of_zeros_is_a_step(client: Client, place: Path) -> None:
+    """Moments decay, and they and the weight decay move the weights: w - rate (m / (sqrt(v) + eps) + decay w)."""
+    model_id = trained(client, place / "model", 1)
+    before = arrays(place, saved(client, model_id, "before"))
+    client.gradient(model_id, [datum(SEQUENCES[0], weights=[0.0] * (len(SEQUENCES[0]) - 1))])
+    metrics = client.step(model_id, learning_rate=1e-2, beta1=0.5, beta2=0.75, eps=0.1, weight_decay=0.25)
+    assert (metrics["grad_norm:max"], metrics["update_applied:min"], metrics["version:max"]) == (0.0, 1.0, 2.0)
+    after = arrays(place, saved(client, model_id, "after"))
+    kinds = ("parameters", "state.optimizer.adamw.m", "state.optimizer.adamw.v")
+    for name in [key.removeprefix("parameters.") for key in before if key.startswith("parameters.")]:
+        (w, m, v), (new_w, new_m, new_v) = ([np.float64(one[f"{k}.{name}"]) for k in kinds] for one in (before, after))
+        np.testing.assert_allclose(new_m, 0.5 * m, rtol=1e-6)
+        np.testing.assert_allclose(new_v, 0.75 * v, rtol=1e-6)
+        change = new_m / (1 - 0.5**2) / (np.sqrt(new_v / (1 - 0.75**2)) + 0.1)
+        np.testing.assert_allclose(new_w, w - 1e-2 * (change + 0.25 * w), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("optimizer", [True, False])
 def test_a_saved_state_continues(client: Client, place: Path, *, optimizer: bool) -> None:
     """With its optimizer bit by bit; without it, from the same weights and with an optimizer that has seen nothing."""
