@@ -261,6 +261,7 @@ def wire_training(
         swap_times=context.weights.swap_times,
         learner=profile.learner,
         dropout=0.0 if isinstance(profile.policy.method, FullMethod) else profile.policy.method.dropout,
+        forcing=context.policy_learner.forcing,
     )
     path = profile.checkpoint.adapter_path
     checkpointer = custom.actor(

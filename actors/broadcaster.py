@@ -11,6 +11,7 @@ from anyio.abc import TaskStatus
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.models.policy import Policy
+from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.settings.engine import EngineSection
 from clotho.settings.learner import LearnerSection
 from protocols.errors import ParityError
@@ -69,15 +70,16 @@ class Broadcaster:
         swap_times: SwapTimes,
         learner: LearnerSection,
         dropout: float,
+        forcing: TeacherForcing,
     ) -> None:
         """parity_prompt: tokens for parity checks before the first group has been trained on.
 
-        dropout: of the adapter.
+        dropout: of the adapter. forcing: the learner's, which has checked its layout.
         """
         self._inbox, self._weights = inbox, weights
         self._compute, self._policy, self._engine = compute, policy, engine
         self._settings, self._engine_settings, self._temperature = settings, engine_settings, temperature
-        self._learner, self._dropout = learner, dropout
+        self._learner, self._dropout, self._forcing = learner, dropout, forcing
         self._limits = _limits(settings, policy.description.dtype)
         self._sample = _split(parity_prompt, settings.tokens if isinstance(settings, ParityCheck) else 0)
         self._swap_times = swap_times
@@ -191,6 +193,7 @@ class Broadcaster:
                 learner=self._learner,
                 decode=self._compute.decode.submit,
                 lane=self._compute.parity.lane,
+                forcing=self._forcing,
             )
         return self._checker.check(sample, self._parameters, temperature=self._temperature)
 

@@ -294,17 +294,19 @@ class ParityChecker:
         learner: LearnerSection,
         decode: Submit,
         lane: Turns,
+        forcing: TeacherForcing | None = None,
     ) -> None:
         """engine: of the served weights, with these settings. learner: with the layout to compare with.
 
-        decode: runs a function in the engine's thread. lane: of the thread of the checks.
+        decode: runs a function in the engine's thread. lane: of the thread of the checks. forcing: the learner's, whose
+        layout is not checked again.
         """
         self._engine, self._rows, model = engine, settings.max_num_seqs, policy.copy_model()
         self._models = ParityModels(
             served=ServedDecoder(engine, decode, lane),
             policy=model,
             decoder=ForcedDecoder.of_model(model.model, settings),
-            forcing=TeacherForcing(model.model, model.vocab_size, layout=learner.layout),
+            forcing=TeacherForcing(model.model, model.vocab_size, layout=learner.layout, checked=forcing),
             turns=TurnBudget(learner.max_turn_ms / 1000.0, lane),
             replays=learner.router_replay != "off",
         )

@@ -326,7 +326,8 @@ async def _rehearse(found: Diagnosis, context: RunContext, work: Progress) -> No
         _describe_rewards(found, profile, outcomes)
     compared = next((group for group in groups if any(completion.tokens for completion in group.completions)), None)
     if compared is not None and work.reached("comparing the log-probabilities of sampler and learner"):
-        check = partial(check_decoding, compute, context.policy, context.sampler.engine, profile, compared)
+        forcing = context.policy_learner.forcing
+        check = partial(check_decoding, compute, context.policy, context.sampler.engine, profile, compared, forcing)
         parity = await finish(compute.parity.submit(check))
         dtype = context.policy.description.dtype
         found.add("parity", f"mean KL {parity.mean_kl:.2g} nats", parity_findings(parity, profile, dtype))

@@ -15,6 +15,7 @@ from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute
 from clotho.lanes.sampling_client import GroupSampler
 from clotho.models.policy import Policy
+from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.settings.bounds import Off
 from clotho.settings.model import FullMethod
 from clotho.training.update import PolicyLearner
@@ -144,9 +145,17 @@ def update_findings(rehearsed: Sequence[UpdateMetrics | None], profile: Profile)
 
 
 def check_decoding(
-    compute: Compute, policy: Policy, engine: DecodeEngine, profile: Profile, group: RolloutGroup
+    compute: Compute,
+    policy: Policy,
+    engine: DecodeEngine,
+    profile: Profile,
+    group: RolloutGroup,
+    forcing: TeacherForcing,
 ) -> ParityReport:
-    """Compare the log-probabilities of sampler and learner on a group, in the thread of parity checks."""
+    """Compare the log-probabilities of sampler and learner on a group, in the thread of parity checks.
+
+    forcing: the learner's.
+    """
     tokens = 64 if isinstance(profile.parity, Off) else profile.parity.tokens
     checker = ParityChecker(
         policy,
@@ -155,6 +164,7 @@ def check_decoding(
         learner=profile.learner,
         decode=compute.decode.submit,
         lane=compute.parity.lane,
+        forcing=forcing,
     )
     completions = [completion.tokens for completion in group.completions]
     sample = parity_sample(group.prompt.tokens, completions, tokens=tokens)

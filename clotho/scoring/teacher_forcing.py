@@ -57,12 +57,14 @@ class TeacherForcing:
 
     layout: str
 
-    def __init__(self, model: nn.Module, vocab_size: int, *, layout: str = "padded") -> None:
+    def __init__(
+        self, model: nn.Module, vocab_size: int, *, layout: str = "padded", checked: TeacherForcing | None = None
+    ) -> None:
         """Split the model, and check that the layout does not change its results.
 
         layout: "padded", "packed", "shared" or "auto". "auto" takes the cheaper of "padded" and "shared" for each
-        batch, and becomes "padded" if the model cannot share prompts. Raises ModelError if the model does not support
-        "packed" or "shared".
+        batch, and becomes "padded" if the model cannot share prompts. checked: of another copy of the model; its layout
+        is taken without a second check. Raises ModelError if the model does not support "packed" or "shared".
         """
         install_cache_attention()
         self._model = model
@@ -72,7 +74,9 @@ class TeacherForcing:
         self._head = HeadScores(self._split, vocab_size) if self._split else None
         self._layers: AttentionLayers | None = None
         self.layout = layout
-        if layout != "padded":
+        if checked is not None:
+            self.layout, self._layers = checked.layout, checked._layers
+        elif layout != "padded":
             self._check("shared" if layout == "auto" else layout, vocab_size)
 
     def _check(self, layout: str, vocab_size: int) -> None:

@@ -162,6 +162,11 @@ class PolicyLearner:
         self._adapter_check = AdapterCheck()
         self.begin()
 
+    @property
+    def forcing(self) -> TeacherForcing:
+        """What scores micro-batches in the layout of the learner."""
+        return self._computing.forcing
+
     def begin(self) -> None:
         """Start from the served parameters, with new states of optimizer, coefficients and reference policy."""
         self._reference = ReferencePolicy(self._policy, self._settings)
@@ -311,7 +316,7 @@ class PolicyLearner:
         """Whether the next update takes the routes of the sampler; once that is so, it stays so."""
         mode = self._settings.router_replay
         asked = mode == "on" or (mode == "auto" and (self._state.replays or self._policy.flips_routes))
-        return asked and self._computing.forcing.can_replay
+        return asked and self.forcing.can_replay
 
     def _apply(self, progress: OptimizerProgress, metrics: UpdateMetrics) -> None:
         before = self._state

@@ -21,6 +21,7 @@ from actors.broadcaster import Broadcaster
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.lanes.sampling_client import EngineSampler
 from clotho.models.parameters import flat
+from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.settings.bounds import Off
 from clotho.settings.engine import EngineSection, KvPolicy
 from protocols.errors import ParityError
@@ -64,6 +65,8 @@ class BroadcasterHarness:
         self.weights = Latest[WeightsReady]("weights")
         self.swap_times = SwapTimes()
         self.settings, self.dropout = parity, dropout
+        model = self.policy.copy_model()
+        self.forcing = TeacherForcing(model.model, model.vocab_size, layout="packed")
 
     def update(self, *, step: int, version: int, shift: float = 0.0, trained: bool = True) -> PolicyUpdated:
         """Return the update of a batch: the initial weights with `shift` added to every parameter."""
@@ -98,7 +101,17 @@ class BroadcasterHarness:
             swap_times=self.swap_times,
             learner=learner_settings(),
             dropout=self.dropout,
+            forcing=self.forcing,
         )
+
+
+async def test_parity_checks_take_over_the_layout_of_the_learner(compute: Compute, tmp_path: Path) -> None:
+    """It is checked once per run."""
+    harness = BroadcasterHarness(compute, tmp_path)
+    broadcaster = harness.broadcaster()
+    await broadcaster.run()
+    assert broadcaster._checker is not None
+    assert broadcaster._checker._models.forcing.layout == harness.forcing.layout == "packed"
 
 
 async def test_every_update_is_served_and_announced(compute: Compute, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ METRICS = UpdateMetrics(
 class CountingPolicyLearner:
     """A policy learner that only counts its updates."""
 
-    fingerprint, parameters = "f", None
+    fingerprint, parameters, forcing = "f", None, None
 
     def __init__(self, version: int) -> None:
         self.version = version

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any, cast
 
 import mlx.core as mx
@@ -15,12 +16,16 @@ from clotho.inference.cache_layout import Logits
 from clotho.inference.engine import DecodeEngine
 from clotho.inference.forced_decoder import ForcedDecoder
 from clotho.inference.rows import RouteArray
+from clotho.models.attention import AttentionLayers
 from clotho.models.parameters import flat, nested
 from clotho.models.policy import Policy, TrainablePolicy
 from clotho.models.turns import UNSHARED, TurnBudget
+from clotho.scoring import teacher_forcing
 from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.settings.engine import EngineSection
+from clotho.training.update import PolicyLearner
+from protocols.sampling import Sampling
 from tests import model_lanes
 from tests.inference.engine_helpers import (
     SAMPLED,
@@ -72,6 +77,13 @@ def engine_of(policy: Policy) -> DecodeEngine:
     """Return an engine of this policy without a tokenizer."""
     policy.tokenizer = tiny_source().tokenizer
     return DecodeEngine(policy, EngineSection())
+
+
+def at_once(call: Callable[[], Any]) -> Future[Any]:
+    """Run a call in this thread."""
+    future: Future[Any] = Future()
+    future.set_result(call())
+    return future
 
 
 @pytest.mark.lanes
@@ -157,6 +169,31 @@ def test_the_checks_of_a_run_compare_with_the_layout_of_its_learner() -> None:
         policy, engine_of(policy), settings=EngineSection(), learner=learner, decode=cast(Any, None), lane=UNSHARED
     )
     assert (checker._models.forcing.layout, checker._models.replays) == ("shared", False)
+
+
+def test_the_layout_of_the_learner_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parity checks take it over, with the result of "auto", and compare as before."""
+    policy, model = tiny_policy(), tiny_policy()
+    engine, sample = engine_of(policy), ParitySample((1, 2, 3), ((4, 5, 6), (7, 8, 9)))
+    learner = PolicyLearner(model, learner_settings(layout="auto"), Sampling(), steps=1)
+    assert learner.forcing.layout == "auto"
+
+    def refused(*_: Any, **__: Any) -> AttentionLayers:
+        raise AssertionError("a second check")
+
+    monkeypatch.setattr(teacher_forcing, "check_layout", refused)
+    checker = ParityChecker(
+        policy,
+        engine,
+        settings=EngineSection(),
+        learner=learner_settings(layout="auto"),
+        decode=at_once,
+        lane=UNSHARED,
+        forcing=learner.forcing,
+    )
+    report = checker.check(sample, policy.trainable(), temperature=1.0)
+    assert checker._models.forcing.layout == "auto"
+    assert report.max_difference < 1e-4
 
 
 def test_the_difference_of_a_check_is_the_largest_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
