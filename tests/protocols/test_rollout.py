@@ -12,6 +12,7 @@ from protocols.rollout import RolloutGroup, ScoredGroup, TeacherTokens
 from protocols.sampling import Completion
 
 ONE = TeacherTokens(tokens=((1,), (2,)), logprobs=((-1.0,), (-2.0,)))
+EVERY_TOKEN, ANY_TEACHER = ("token_advantages", "reference_logprobs"), ("teacher_logprobs", "teacher_weights")
 SHORT = TeacherTokens(tokens=((1,),), logprobs=((-1.0,), (-2.0,)))
 
 
@@ -35,8 +36,9 @@ def scored(**fields: Any) -> ScoredGroup:
         {"zero_advantage": (True, False, True)},
         {"teacher": (ONE,)},
         {"teacher": (ONE, SHORT)},
-        {"token_advantages": ((1.0, 2.0), (1.0,))},
-        {"reference_logprobs": ((-1.0, -2.0),)},
+        {"correct": (True,)},
+        *({name: rows} for name in EVERY_TOKEN for rows in (((1.0, 2.0), (1.0,)), ((1.0, 2.0), ()), ((1.0, 2.0),))),
+        *({name: rows} for name in ANY_TEACHER for rows in (((1.0, 2.0), (1.0,)), ((1.0, 2.0),))),
         *({"temperatures": (1.0, temperature)} for temperature in (0.0, 1e-39, -1.0, math.nan, math.inf)),
     ],
 )
@@ -47,14 +49,15 @@ def test_what_does_not_fit_is_refused(fields: dict[str, Any]) -> None:
 
 
 def test_what_fits_is_taken() -> None:
-    """All of it at once; and nothing of it is needed."""
+    """All of it at once, a completion without a teacher too; and nothing of it is needed."""
     rows = ((1.0, 2.0), (3.0, 4.0))
     scored(
         temperatures=(0.5, 2.0),
         zero_advantage=(True, False),
-        teacher=(ONE, ONE),
-        token_advantages=rows,
-        reference_logprobs=rows,
+        correct=(True, None),
+        teacher=(ONE, TeacherTokens(tokens=(), logprobs=())),
+        **dict.fromkeys(EVERY_TOKEN, rows),
+        **dict.fromkeys(ANY_TEACHER, ((1.0, 2.0), ())),
     )
     assert scored().temperatures == ()
 
