@@ -101,17 +101,23 @@ def test_the_addition_task_of_other_trainers_equals_the_profile(
     assert found.messages(first)[-1] == {"role": "user", "content": first.prompt}
 
 
-def test_training_ends_at_the_target_accuracy() -> None:
-    """Accuracy is measured after every update."""
-    accuracies = iter([0.5, 0.8, 0.91])
-    clock = TrainingClock(evaluate=lambda: next(accuracies), target=0.9, updates=10, limit=1e9)
+@pytest.mark.parametrize(
+    ("accuracies", "interval", "floor", "updates"),
+    [((0.5, 0.8, 0.91), 1, 0.0, 3), ((0.3, 0.1, 0.09), 1, 0.1, 3), ((0.5, 0.6, 0.95), 2, 0.0, 5)],
+    ids=["target", "floor", "every second update, and the last"],
+)
+def test_training_ends_at_an_accuracy(accuracies: tuple[float, ...], interval: int, floor: float, updates: int) -> None:
+    """At the target, or below the floor: a collapsed policy does not recover, and would take all of the time limit."""
+    measured = iter(accuracies)
+    clock = TrainingClock(
+        evaluate=lambda: next(measured), target=0.9, updates=5, limit=1e9, interval=interval, floor=floor
+    )
     clock.begin()
-    clock.updated()
-    clock.updated()
+    for _ in range(updates - 1):
+        clock.updated()
     with pytest.raises(TrainingEnded):
         clock.updated()
-    assert clock.metrics()["updates"] == 3
-    assert clock.metrics()["accuracy"] == 0.91
+    assert (clock.metrics()["updates"], clock.metrics()["accuracy"]) == (updates, accuracies[-1])
 
 
 def test_evaluation_time_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,30 +172,6 @@ def test_training_ends_after_its_limit(processor: float, seconds: float) -> None
     with pytest.raises(TrainingEnded):
         clock.updated()
     assert (clock.done, clock.accuracy) == (1, 0.7)
-
-
-def test_training_ends_when_the_accuracy_falls_below_its_floor() -> None:
-    """A collapsed policy does not recover, and would take all of the time limit."""
-    accuracies = iter([0.3, 0.1, 0.09])
-    clock = TrainingClock(evaluate=lambda: next(accuracies), target=0.9, updates=9, limit=1e9, floor=0.1)
-    clock.begin()
-    clock.updated()
-    clock.updated()
-    with pytest.raises(TrainingEnded):
-        clock.updated()
-    assert (clock.done, clock.accuracy) == (3, 0.09)
-
-
-def test_accuracy_can_be_measured_after_some_of_the_updates() -> None:
-    """After every second one, and after the last."""
-    accuracies = iter([0.5, 0.6, 0.95])
-    clock = TrainingClock(evaluate=lambda: next(accuracies), target=0.9, updates=5, limit=1e9, interval=2)
-    clock.begin()
-    for _ in range(4):
-        clock.updated()
-    with pytest.raises(TrainingEnded):
-        clock.updated()
-    assert (clock.done, clock.accuracy) == (5, 0.95)
 
 
 def test_a_slow_reward_has_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,27 +105,17 @@ def _short_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_short_grace")
-def test_processes_that_ignore_sigterm_are_killed_after_the_grace_period(
-    family: str, started: list[WatchedCommand]
+@pytest.mark.parametrize(("answer", "signum"), [("terminates", signal.SIGTERM), ("ignores", signal.SIGKILL)])
+def test_the_process_group_ends_when_the_parent_closes_standard_input(
+    family: str, started: list[WatchedCommand], answer: str, signum: int
 ) -> None:
-    """The whole process group. The exit status has the signal."""
-    one = WatchedCommand(PYTHON, family, "ignores")
+    """By SIGTERM, or by SIGKILL after the grace period if it ignores that. The exit status has the signal."""
+    one = WatchedCommand(PYTHON, family, answer)
     started.append(one)
     one.read_pids(2)
     assert one.process.stdin is not None
     one.process.stdin.close()
-    assert one.process.wait(TIMEOUT_SECONDS) == 128 + signal.SIGKILL
-    assert one.all_gone()
-
-
-def test_all_processes_end_when_the_parent_closes_standard_input(family: str, started: list[WatchedCommand]) -> None:
-    """SIGTERM suffices for processes that do not ignore it."""
-    one = WatchedCommand(PYTHON, family, "terminates")
-    started.append(one)
-    one.read_pids(2)
-    assert one.process.stdin is not None
-    one.process.stdin.close()
-    assert one.process.wait(TIMEOUT_SECONDS) == 128 + signal.SIGTERM
+    assert one.process.wait(TIMEOUT_SECONDS) == 128 + signum
     assert one.all_gone()
 
 
