@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import msgspec
@@ -14,7 +15,6 @@ from clotho.backend import backend
 from clotho.inference.sampling import row_parameters, sample, validate
 from protocols.errors import RequestError
 from protocols.sampling import (
-    MAX_BAD_WORD_TOKENS,
     MIN_REPETITION_PENALTY,
     MIN_TEMPERATURE,
     PARAMETERS,
@@ -31,12 +31,27 @@ def test_the_table_lists_every_field_of_sampling() -> None:
     assert {name: parameter.default for name, parameter in PARAMETERS.items()} == msgspec.structs.asdict(Sampling())
 
 
-@pytest.mark.parametrize("length", [0, MAX_BAD_WORD_TOKENS + 1])
-def test_a_bad_word_has_a_limited_number_of_tokens(length: int) -> None:
-    """At least one: an empty sequence of tokens ends every text."""
-    with pytest.raises(msgspec.ValidationError, match=r"bad_words\[0\]"):
-        msgspec.convert({"bad_words": [[1] * length]}, Sampling)
-    assert msgspec.convert({"bad_words": [[1] * MAX_BAD_WORD_TOKENS]}, Sampling).bad_words
+@pytest.mark.parametrize(
+    ("name", "taken", "refused"),
+    [
+        ("temperature", (0.0, 100.0), (-0.01, 100.01)), ("top_p", (0.01, 1.0), (0.0, 1.01)), ("top_k", (0,), (-1,)),
+        ("min_p", (0.0, 1.0), (-0.01, 1.01)), ("repetition_penalty", (0.01, 10.0), (0.009, 10.01)),
+        ("presence_penalty", (-2.0, 2.0), (-2.01, 2.01)), ("frequency_penalty", (-2.0, 2.0), (-2.01, 2.01)),
+        ("logit_bias", ([[0, -100.0]] * 1024, [[0, 100.0]]), ([[0, 0.0]] * 1025, [[0, 100.1]], [[0, -100.1]])),
+        ("max_tokens", (1,), (0,)), ("min_tokens", (0,), (-1,)), ("top_logprobs", (0, 20), (-1, 21)),
+        ("allowed_token_ids", ([0] * 65_536,), ([0] * 65_537, [-1])),
+        ("stop_token_ids", ([0] * 128,), ([0] * 129, [-1])),
+        ("bad_words", ([[0]] * 1024, [[0] * 64]), ([[0]] * 1025, [[0] * 65], [[]], [[-1]])),
+        ("stop", (["x"] * 16, ["x" * 256]), (["x"] * 17, ["x" * 257], [""])),
+    ],
+)  # fmt: skip
+def test_a_value_outside_its_range_is_refused(name: str, taken: tuple[Any, ...], refused: tuple[Any, ...]) -> None:
+    """The ranges of the HTTP API, whose page states them. The ends of a range belong to it."""
+    for value in taken:
+        assert msgspec.convert({name: value}, Sampling)
+    for value in refused:
+        with pytest.raises(msgspec.ValidationError, match=name):
+            msgspec.convert({name: value}, Sampling)
 
 
 def test_default_sampling_uses_no_parameter() -> None:
