@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
-from functools import cache
+from functools import cache, partial
 from inspect import isawaitable
 from operator import attrgetter
 from typing import Any, get_type_hints
@@ -85,12 +85,12 @@ class TinkerRoutes:
     async def retrieve_future(self, http: Request) -> Response:
         """Serve POST retrieve_future: the result, or 408 if there is none yet."""
         call = await self._read(http, bodies.OfFuture)
-        result = await self.service.sessions.result(call.request_id, client_of(http.scope), POLL_SECONDS)
-        if result is None:
+        write = partial(encoded, binary=PROTOBUF in http.headers.get("accept", ""))
+        found = await self.service.sessions.result(call.request_id, client_of(http.scope), POLL_SECONDS, write)
+        if found is None:
             waiting = {"type": "try_again", "request_id": call.request_id, "queue_state": "active"}
             return _answer(waiting, status=408)
-        content, media_type = encoded(result, binary=PROTOBUF in http.headers.get("accept", ""))
-        return Response(content, media_type=media_type)
+        return Response(found[0], media_type=found[1])
 
     async def archive(self, http: Request) -> Response:
         """Serve GET of a checkpoint's archive: a redirection to this server, which sends the file itself.

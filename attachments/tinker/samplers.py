@@ -17,6 +17,7 @@ import anyio
 from msgspec import Struct, structs
 
 from attachments.tinker.bodies import Answer, SampleCall
+from attachments.tinker.sections import TinkerApi
 from attachments.tinker.sessions import TinkerSession
 from attachments.tinker.store import ModelWeights, TinkerStore, adapter_weights
 from attachments.tinker.turns import Turns
@@ -31,6 +32,9 @@ from clotho.serving.services import ClientSampler, Recording, ServerContext
 from clotho.storage.adapters import write_adapter
 from protocols.errors import GenerationError, visible
 from protocols.sampling import POLICY, SampleRequest, Sampling, completion_seeds
+
+KEPT_VERSIONS = 1024
+"""Versions of an adapter in flight whose steps are known, more than a completion under way has."""
 
 
 class ServedAdapter(Struct, kw_only=True, eq=False):
@@ -74,13 +78,14 @@ class SamplingSource(Struct, frozen=True, kw_only=True):
 class Samplers:
     """The sampling sessions of a server. All methods belong to the event loop.
 
-    At most `limit` adapters are in memory beside those in flight. Of the others, the one that came first leaves for the
-    disk, after those that nobody samples from, and returns when it is sampled from (the clock algorithm). If the one
-    used least recently left, few samplers would keep the places of all. Sessions take turns to load their adapters.
+    At most `max_samplers` adapters are in memory beside those in flight. Of the others, the one that came first leaves
+    for the disk, after those that nobody samples from, and returns when it is sampled from (the clock algorithm). If
+    the one used least recently left, few samplers would keep the places of all. Sessions take turns to load their
+    adapters. Each has the `max_sampling_sessions` that were used last, with their adapters in memory and on disk.
     """
 
-    def __init__(self, access: BaseAccess, store: TinkerStore, *, limit: int) -> None:
-        self._access, self._store, self._limit = access, store, limit
+    def __init__(self, access: BaseAccess, store: TinkerStore, settings: TinkerApi) -> None:
+        self._access, self._store, self._settings = access, store, settings
         self._samplers: dict[str, SamplingSource] = {}
         self._adapters: OrderedDict[str, ServedAdapter] = OrderedDict()
         self._turns = Turns()
@@ -91,13 +96,23 @@ class Samplers:
         return sum(one.weights is not None for one in self._adapters.values())
 
     def get(self, sampler_id: str, client: Client) -> SamplingSource:
-        """Return a sampling session. Raises ApiError with status 404."""
+        """Return a sampling session, which counts as a use. Raises ApiError with status 404."""
         found = self._samplers.get(sampler_id)
         if found is None or client.owner not in ("", found.session.owner):
-            shown = visible(sampler_id, 80)
-            message = f"There is no sampling session {shown!r}: its session has ended, or the server was started again."
-            raise ApiError(404, message, code="not_found")
+            raise self._gone(sampler_id)
+        found.session.samplers.remove(sampler_id)
+        found.session.samplers.append(sampler_id)
         return found
+
+    def _gone(self, name: str) -> ApiError:
+        used = f"used {self._settings.max_sampling_sessions} others since (server.tinker.max_sampling_sessions)"
+        reason = f"its session has ended or {used}, or the server was started again"
+        return ApiError(404, f"There is no sampling session {visible(name, 80)!r}: {reason}.", code="not_found")
+
+    def _require(self, adapter: ServedAdapter) -> None:
+        """Raise ApiError with status 404 if an adapter was forgotten meanwhile."""
+        if self._adapters.get(adapter.name) is not adapter:
+            raise self._gone(adapter.name)
 
     def adapter(self, session: TinkerSession, name: str, **fields: object) -> ServedAdapter:
         """Return the adapter of a name, which ends with the session."""
@@ -109,7 +124,10 @@ class Samplers:
     def add(
         self, session: TinkerSession, number: int, base_model: str, adapter: ServedAdapter | None = None, path: str = ""
     ) -> SamplingSource:
-        """Add a sampling session. An adapter from disk is read when it is sampled from."""
+        """Add a sampling session, in place of the one that was used least recently if they are too many.
+
+        An adapter from disk is read when it is sampled from.
+        """
         found = SamplingSource(
             sampler_id=f"{session.session_id}:sample:{number}",
             session=session,
@@ -117,16 +135,29 @@ class Samplers:
             adapter=adapter,
             path=path,
         )
+        if self._samplers.get(found.sampler_id) is None:
+            session.samplers.append(found.sampler_id)
         self._samplers[found.sampler_id] = found
-        session.samplers.append(found.sampler_id)
+        for sampler_id in session.samplers[: -self._settings.max_sampling_sessions]:
+            session.samplers.remove(sampler_id)
+            self._forget(self._samplers.pop(sampler_id).adapter)
         return found
+
+    def _forget(self, adapter: ServedAdapter | None) -> None:
+        """Forget an adapter that no sampling session has."""
+        if adapter is None or any(one.adapter is adapter for one in self._samplers.values()):
+            return
+        self._withdraw(adapter)
+        self._adapters.pop(adapter.name, None)
+        if adapter.place is not None and adapter.place.parent == self._store.scratch(adapter.session_id):
+            shutil.rmtree(adapter.place, ignore_errors=True)
 
     async def publish(self, adapter: ServedAdapter, weights: ModelWeights) -> None:
         """Let the engine sample from weights, in place of earlier ones of the adapter."""
         await self._turns.put(adapter.session_id, 1.0, partial(self._provide, adapter, weights))
 
     async def ready(self, adapter: ServedAdapter) -> None:
-        """Let the engine hold an adapter. Raises CheckpointError if it cannot be read from disk."""
+        """Let the engine hold an adapter. Raises CheckpointError if it cannot be read from disk, and ApiError."""
         adapter.used = True
         while adapter.weights is None:
             await self._turns.put(adapter.session_id, 1.0, partial(self._load, adapter))
@@ -140,7 +171,7 @@ class Samplers:
     def end(self, session: TinkerSession) -> None:
         """Forget what belongs to a session."""
         for sampler_id in session.samplers:
-            self._samplers.pop(sampler_id, None)
+            del self._samplers[sampler_id]
         for name, adapter in list(self._adapters.items()):
             if adapter.session_id == session.session_id:
                 self._withdraw(adapter)
@@ -148,20 +179,22 @@ class Samplers:
         shutil.rmtree(self._store.scratch(session.session_id), ignore_errors=True)
 
     async def _provide(self, adapter: ServedAdapter, weights: ModelWeights) -> None:
-        engine, scales = self._access.engine, weights.scales
+        engine, scales, limit = self._access.engine, weights.scales, self._settings.max_samplers
 
         def provide() -> None:
             arrays = flat(weights.parameters)
             version = engine.provide_adapter(adapter.name, arrays, scales, weights.fingerprint).version
             # Here, because completions with tokens of this version can end before the event loop continues.
-            adapter.versions = {**(adapter.versions if adapter.in_flight else {}), version: weights.version}
+            known = list(adapter.versions.items())[1 - KEPT_VERSIONS :] if adapter.in_flight else ()
+            adapter.versions = {**dict(known), version: weights.version}
 
+        self._require(adapter)
         await finish(self._access.compute.decode.submit(provide))
+        self._require(adapter)
         adapter.weights = weights
-        if adapter.name in self._adapters:  # else the session has ended
-            self._adapters.move_to_end(adapter.name)
+        self._adapters.move_to_end(adapter.name)
         here = [one for one in self._adapters.values() if one.weights is not None and not one.in_flight]
-        if len(here) > self._limit:
+        if len(here) > limit:
             await self._leave(self._unused([one for one in here if one is not adapter]))
 
     def _unused(self, found: list[ServedAdapter]) -> ServedAdapter:
@@ -184,8 +217,7 @@ class Samplers:
 
     def _withdraw(self, adapter: ServedAdapter) -> None:
         engine, name = self._access.engine, adapter.name
-        if adapter.weights is not None:
-            self._access.compute.decode.submit(lambda: engine.withdraw_adapter(name))
+        self._access.compute.decode.submit(lambda: engine.withdraw_adapter(name))
         adapter.weights = None
 
 

@@ -19,6 +19,9 @@ class TinkerApi(Variant, frozen=True, kw_only=True, tag="on"):
         about("Memory of the adapters in training and of one pass, in bytes; 0: half of what the base model leaves."),
     ] = 0
     max_pending: Annotated[Positive, about("Requests of a session that are not finished; more are refused.")] = 1024
+    max_sampling_sessions: Annotated[
+        Positive, about("Sampling sessions of a session; the one that was not sampled from for longest ends.")
+    ] = 128
     max_samplers: Annotated[Positive, about("Adapters in memory that are sampled from; others wait on disk.")] = 16
     micro_batch_tokens: Annotated[Positive, about("Padded tokens per forward and backward pass of a request.")] = 1024
 

@@ -52,7 +52,7 @@ class TinkerService:
         self.access, self.context, self.settings = access, context, settings
         self.store = TinkerStore(Path(settings.directory).expanduser())
         self.queue = Turns()
-        self.samplers = Samplers(access, self.store, limit=settings.max_samplers)
+        self.samplers = Samplers(access, self.store, settings)
         self.sessions = TinkerSessions(
             heartbeat_seconds=settings.heartbeat_seconds,
             max_pending=settings.max_pending,

@@ -20,15 +20,18 @@ from protocols.errors import ClothoError, RequestError, visible
 
 log = structlog.get_logger(actor="tinker")
 
-KEPT_RESULTS = 256
-"""Results of a session that were read already, and are kept in case an answer is lost."""
+KEPT_RESULTS, KEPT_BYTES = 256, 2**22
+"""Results of a session that were read already, and are kept in case an answer is lost; the newest one in any case."""
 
 KEPT_ENDED = 1024
 """Sessions that have ended and are still known as such."""
 
+CANCELLED: Answer = {"error": "the request was cancelled", "category": "user"}
+
 Key = tuple[str, int | None]
 Work = Coroutine[Any, Any, Answer]
-Requests = OrderedDict[str, asyncio.Task[Answer]]
+Written = tuple[bytes, str]
+"""The body of a result, and its media type."""
 
 
 async def _result_of(work: Work) -> Answer:
@@ -48,9 +51,10 @@ async def _result_of(work: Work) -> Answer:
 class TinkerSession:
     """One client program. owner: the name of its API key; empty without one. name: for fair queues.
 
-    models: in memory, by id. samplers: ids of its sampling sessions. Requests by id: those that are not finished, the
-    newest results that nobody has read, and the newest that were read. numbered: what was answered to the newest
-    requests, by their numbers. seen: when it was last heard of, in seconds of the loop. ended: set when it ends.
+    models: in memory, by id. samplers: ids of its sampling sessions, the one that was used last at the end. By id of a
+    request: those that are not finished, the newest results that nobody has read, and the newest that were read, as
+    they were written. numbered: what was answered to the newest requests, by their numbers. seen: when it was last
+    heard of, in seconds of the loop. ended: set when it ends.
     """
 
     def __init__(self, session_id: str, client: Client, fields: CreateSession) -> None:
@@ -58,7 +62,9 @@ class TinkerSession:
         self.name = f"{client.name}/{session_id}"
         self.models: dict[str, TrainedModel] = {}
         self.samplers: list[str] = []
-        self.unfinished, self.unread, self.read = Requests(), Requests(), Requests()
+        self.unfinished: dict[str, asyncio.Task[Answer]] = {}
+        self.unread: OrderedDict[str, Answer] = OrderedDict()
+        self.read: OrderedDict[str, Written] = OrderedDict()
         self.numbered: OrderedDict[Key, Answer] = OrderedDict()
         self.seen, self.timer = 0.0, None  # type: float, asyncio.TimerHandle | None
         self.ended = asyncio.Event()
@@ -170,33 +176,37 @@ class TinkerSessions:
             _keep_newest(session.numbered, 2 * self._max_pending)
         return answer
 
-    def _finished(self, session: TinkerSession, request_id: str, _: asyncio.Task[Answer]) -> None:
-        session.unread[request_id] = session.unfinished.pop(request_id)
+    def _finished(self, session: TinkerSession, request_id: str, task: asyncio.Task[Answer]) -> None:
+        del session.unfinished[request_id]
+        session.unread[request_id] = CANCELLED if task.cancelled() else task.result()
         _keep_newest(session.unread, self._max_pending)
 
-    def pending(self, request_id: str, client: Client) -> tuple[TinkerSession, asyncio.Task[Answer]]:
-        """Return a request and its session. Raises ApiError: 410 if its result is gone, or never was."""
-        session = self.get(request_id.partition(":")[0], client)
-        for requests in (session.unfinished, session.unread, session.read):
-            if request_id in requests:
-                return session, requests[request_id]
-        raise ApiError(410, f"The request {visible(request_id, 60)!r} is gone.", code="gone")
+    async def result(
+        self, request_id: str, client: Client, seconds: float, write: Callable[[Answer], Written]
+    ) -> Written | None:
+        """Wait for a result, and return it as written; None if there is none after so many seconds.
 
-    async def result(self, request_id: str, client: Client, seconds: float) -> Answer | None:
-        """Wait for a result; None if there is none after so many seconds. The newest ones that were read are kept."""
-        session, task = self.pending(request_id, client)
-        if not (await asyncio.wait([task], timeout=seconds))[0]:
+        The newest results that were read are kept, in the form in which they were read first. Raises ApiError: 410 if
+        the result is gone, or never was.
+        """
+        session = self.get(request_id.partition(":")[0], client)
+        task, read = session.unfinished.get(request_id), session.read
+        if task is not None and not (await asyncio.wait([task], timeout=seconds))[0]:
             return None
-        session.unread.pop(request_id, None)
-        session.read[request_id] = task
-        session.read.move_to_end(request_id)
-        _keep_newest(session.read, KEPT_RESULTS)
-        return {"error": "the request was cancelled", "category": "user"} if task.cancelled() else task.result()
+        if request_id in session.unread:
+            read[request_id] = write(session.unread.pop(request_id))
+            _keep_newest(read, KEPT_RESULTS)
+            while len(read) > 1 and sum(len(content) for content, _ in read.values()) > KEPT_BYTES:
+                read.popitem(last=False)
+        if request_id not in read:
+            raise ApiError(410, f"The request {visible(request_id, 60)!r} is gone.", code="gone")
+        return read[request_id]
 
     def cancel(self, request_id: str, client: Client) -> None:
         """Stop a request; one that is gone is ignored."""
         with suppress(ApiError):
-            self.pending(request_id, client)[1].cancel()
+            if task := self.get(request_id.partition(":")[0], client).unfinished.get(request_id):
+                task.cancel()
 
 
 def _keep_newest(found: OrderedDict[Any, Any], count: int) -> None:
