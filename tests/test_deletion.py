@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from clotho.rewards.registry import REWARDS
+from clotho.training.advantages import ATTACHED as ADVANTAGES
 from clotho.training.objectives.functions import ATTACHED as OBJECTIVES
 from training_run.profile.mounted import ATTACHED
 
@@ -101,8 +102,13 @@ def test_a_tree_without_an_attachment_trains_serves_and_refuses_what_it_lacks_by
         refused = copy.run("--dry-run", f"--{key.replace('_', '-')}", "x")
         assert refused.returncode == 2, (key, refused.stdout)
         assert f"'{absent}'" in refused.stderr, key
-    for flag, table in (("--rewards", REWARDS), ("--learner.objective", OBJECTIVES)):
-        for name in [name for name, owner in table.owners.items() if owner == absent]:
+    owners = {
+        "--rewards": REWARDS.owners,
+        "--learner.objective": OBJECTIVES.owners,
+        "--learner.objective.advantage": ADVANTAGES.owners,
+    }
+    for flag, names in owners.items():
+        for name in [name for name, owner in names.items() if owner == absent]:
             refused = copy.run("--dry-run", flag, name)
             assert refused.returncode == 2, name
             assert f"'{absent}'" in refused.stderr, name

@@ -10,8 +10,18 @@ B completions, of which y_w is the better and y_l the worse one of a pair. A met
 from __future__ import annotations
 
 import mlx.core as mx
+import numpy as np
 
+from clotho.scoring.sequences import TrainingSequence
 from clotho.settings.objectives import Dpo, Ipo, Kto, Orpo, Simpo
+from clotho.training.batch import (
+    Minibatch,
+    PerTokenAdvantages,
+    UpdateStart,
+    scored,
+    trained_tokens,
+    training_sequence,
+)
 from clotho.training.objectives.contract import ObjectiveInputs, PolicyLoss
 
 
@@ -49,7 +59,7 @@ def kto(logp_N: mx.array, tokens: ObjectiveInputs, settings: Kto) -> PolicyLoss:
 
     L = w (1 - sigmoid(s beta (r - z))), r = log pi(y) / ref(y), with s = 1 and the weight w of desirable completions
     for a positive advantage, s = -1 and the other weight for a negative one. z is the reference point: the mean of r
-    over completions of other prompts of the batch, and at least 0 (`clotho.training.batch`). It has no gradient, and is
+    over completions of other prompts of the batch, and at least 0 (`kto_point`). It has no gradient, and is
     that of the policy at the start of the batch.
     """
     ratio_B, sign_B = _log_ratio_B(logp_N, tokens), _sign_B(tokens)
@@ -60,6 +70,35 @@ def kto(logp_N: mx.array, tokens: ObjectiveInputs, settings: Kto) -> PolicyLoss:
         "preference_margin": (margin_B, mx.ones_like(margin_B)),
     }
     return _result(weight_B * mx.sigmoid(-margin_B), tokens, means | _log_ratios(ratio_B, tokens))
+
+
+def kto_point(start: UpdateStart, advantages: PerTokenAdvantages) -> float:
+    """Return max(0, the mean of log pi(y') - log ref(y') over sequences): KTO (arXiv:2402.01306), section 4.1."""
+    model, division = start.model, start.division._replace(replays=False)
+    micros = division.micro_batches(_of_other_prompts(start, advantages))
+    if not micros:
+        return 0.0
+    mini = Minibatch(micros, 0, ())
+    own, others = (scored(model, [mini], one)[0] for one in (start.parameters, start.reference))
+    ratios = [
+        one.sum_B(np.array(own_N, dtype=np.float64) - np.array(reference_N, dtype=np.float64))
+        for one, own_N, reference_N in zip(micros, own, others, strict=True)
+    ]
+    return max(0.0, float(np.concatenate(ratios).mean()))
+
+
+def _of_other_prompts(start: UpdateStart, advantages: PerTokenAdvantages) -> list[TrainingSequence]:
+    """Return the trained completions behind the prompts of the next group each; none if there is one group."""
+    groups, settings, found = start.groups, start.loss_config.settings, list[TrainingSequence]()
+    if len(groups) < 2:
+        return found
+    for g, (group, rows) in enumerate(zip(groups, advantages, strict=True)):
+        other = groups[(g + 1) % len(groups)].group.prompt.tokens
+        for i, advantage_T in enumerate(rows):
+            if trained_tokens(group.group.completions[i], advantage_T, settings):
+                sequence = training_sequence(g, group, i, advantage_T, 0.0, settings)
+                found.append(sequence._replace(prompt=other, supports=(), teacher=None, route_I_E=None))
+    return found
 
 
 def orpo(logp_N: mx.array, tokens: ObjectiveInputs, settings: Orpo) -> PolicyLoss:

@@ -14,6 +14,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from clotho.extension import TableDoor, provided
 from clotho.scoring.sequences import sampled_mask_T
 from clotho.settings.objectives import (
     Advantage,
@@ -21,13 +22,14 @@ from clotho.settings.objectives import (
     BatchCentredAdvantage,
     BatchScaledAdvantage,
     BestWorstAdvantage,
+    EnvironmentAdvantage,
     GroupAdvantage,
     LeaveOneOutAdvantage,
     MaxRLAdvantage,
     MeanAdvantage,
     NormalizedAdvantage,
-    OptimalBaselineAdvantage,
 )
+from protocols.errors import ProfileError
 from protocols.rollout import ScoredGroup
 
 Array = NDArray[np.float64]
@@ -43,12 +45,12 @@ def group(reward_G: Array, ddof: int, epsilon: float) -> Array:
 
     |A_i| is below sqrt(G - 1) for the population's standard deviation.
     """
-    return _centred(reward_G) / (_spread(reward_G, ddof) + epsilon)
+    return centred(reward_G) / (spread(reward_G, ddof) + epsilon)
 
 
 def mean(reward_G: Array, ddof: int, epsilon: float) -> Array:
     """A_i = r_i - mean r over the group: Dr. GRPO (arXiv:2503.20783)."""
-    return _centred(reward_G)
+    return centred(reward_G)
 
 
 def leave_one_out(reward_G: Array, ddof: int, epsilon: float) -> Array:
@@ -56,7 +58,7 @@ def leave_one_out(reward_G: Array, ddof: int, epsilon: float) -> Array:
 
     It is G / (G - 1) times the centered reward. The baseline does not depend on r_i, so the gradient is unbiased.
     """
-    return _centred(reward_G) * (reward_G.size / max(reward_G.size - 1, 1))
+    return centred(reward_G) * (reward_G.size / max(reward_G.size - 1, 1))
 
 
 def max_rl(reward_G: Array, ddof: int, epsilon: float) -> Array:
@@ -69,32 +71,8 @@ def max_rl(reward_G: Array, ddof: int, epsilon: float) -> Array:
     Departure for negative rewards, which the paper excludes: they are measured from the lowest reward of the group, so
     that -1 and 1 give the same advantages as 0 and 1. prime-rl gives 0 to groups whose mean is not positive.
     """
-    centred_G = _centred(reward_G)
+    centred_G = centred(reward_G)
     return centred_G / (reward_G.mean() - min(0.0, reward_G.min())) if centred_G.any() else centred_G
-
-
-def optimal_baseline(rewards: Sequence[Array], log_weights: Sequence[Array], ddof: int, epsilon: float) -> list[Array]:
-    """A_i = (r_i - b) / (std r + epsilon), b = sum_j W_j r_j / sum_j W_j: OPOB of VCPO (arXiv:2602.17616).
-
-    With W_j = w_j^2 |grad log pi(y_j)|^2, where w_j = pi(y_j) / mu(y_j) is the importance weight of completion j, the
-    estimate sum_j w_j (r_j - b) grad log pi(y_j) of the policy gradient has the least variance among all baselines of
-    the group. The division by the standard deviation is the `norm_by_std` of the authors' scripts.
-
-    log_weights: log W_j, (G,) per group; minus infinity for a completion without a gradient. A group without any
-    gradient, or with equal W_j, has the mean of its rewards as baseline. Advantages are not finite if a log W_j is NaN.
-    """
-    return [
-        (reward_G - _baseline(reward_G, log_weight_G)) / (_spread(reward_G, ddof) + epsilon)
-        if _centred(reward_G).any()
-        else np.zeros_like(reward_G)
-        for reward_G, log_weight_G in zip(rewards, log_weights, strict=True)
-    ]
-
-
-def _baseline(reward_G: Array, log_weight_G: Array) -> float:
-    highest = log_weight_G.max()
-    weight_G = np.ones_like(reward_G) if highest == -np.inf else np.exp(log_weight_G - highest)
-    return float((weight_G * reward_G).sum() / weight_G.sum())
 
 
 def batch(rewards: list[Array], ddof: int, epsilon: float) -> list[Array]:
@@ -104,7 +82,7 @@ def batch(rewards: list[Array], ddof: int, epsilon: float) -> list[Array]:
     easier or harder than the others; exact zeros only if all rewards of the batch are equal.
     """
     reward_M = np.concatenate(rewards)
-    return _parts(_centred(reward_M) / (_spread(reward_M, ddof) + epsilon), rewards)
+    return _parts(centred(reward_M) / (spread(reward_M, ddof) + epsilon), rewards)
 
 
 def batch_centred(rewards: list[Array], ddof: int, epsilon: float) -> list[Array]:
@@ -112,9 +90,9 @@ def batch_centred(rewards: list[Array], ddof: int, epsilon: float) -> list[Array
 
     Groups of almost equal rewards are not scaled up to the size of other groups.
     """
-    centred = [_centred(reward_G) for reward_G in rewards]
-    scale = _spread(np.concatenate(centred), ddof) + epsilon
-    return [centred_G / scale for centred_G in centred]
+    differences = [centred(reward_G) for reward_G in rewards]
+    scale = spread(np.concatenate(differences), ddof) + epsilon
+    return [difference_G / scale for difference_G in differences]
 
 
 def batch_scaled(rewards: list[Array], ddof: int, epsilon: float) -> list[Array]:
@@ -123,8 +101,8 @@ def batch_scaled(rewards: list[Array], ddof: int, epsilon: float) -> list[Array]
     The deviation is that of the rewards themselves, so that it contains the differences between groups: it hardly
     changes if most groups have almost equal rewards, where `batch_centred` divides by the rest.
     """
-    scale = _spread(np.concatenate(rewards), ddof) + epsilon
-    return [_centred(reward_G) / scale for reward_G in rewards]
+    scale = spread(np.concatenate(rewards), ddof) + epsilon
+    return [centred(reward_G) / scale for reward_G in rewards]
 
 
 def best_worst(reward_G: Array, ddof: int, epsilon: float) -> Array:
@@ -152,10 +130,32 @@ OF_BATCH: Mapping[type[Advantage], OfBatch] = MappingProxyType(
 """Struct of the advantage -> advantages, for all that need nothing but rewards."""
 
 
-def advantages(settings: Advantage, rewards: Sequence[ArrayLike], log_weights: Sequence[Array] = ()) -> list[Array]:
-    """Return the advantage of every completion: (G,) float64 per group.
+ATTACHED: TableDoor[str] = TableDoor("library.ADVANTAGES", {"optimal_baseline": "vcpo"})
+"""Advantages of attachments that need more than rewards, as `module:name`, by the types of their settings.
 
-    rewards: per group, finite. log_weights: see `optimal_baseline`; by default, all weights are equal.
+Each is called with an `UpdateStart`, minibatches with advantages of rewards alone, these advantages, and the scores of
+the tokens under the parameters of the start. It returns `OfRewards`.
+"""
+
+OfRewards = Callable[[Sequence[int], list[Array]], list[Array]]
+"""Advantages of groups with these indices from their rewards, (G,) each."""
+
+
+def attached(settings: Advantage) -> Callable[..., OfRewards] | None:
+    """Return the advantage of an attachment; None for those of this module. Raises ProfileError if it is absent."""
+    if type(settings) in (*OF_GROUP, *OF_BATCH, EnvironmentAdvantage):
+        return None
+    name = str(settings.__struct_config__.tag)
+    if (place := ATTACHED().get(name)) is None:
+        raise ProfileError(f'learner.objective.advantage = "{name}" {ATTACHED.absence(name)}')
+    found: Callable[..., OfRewards] = provided(place)
+    return found
+
+
+def advantages(settings: Advantage, rewards: Sequence[ArrayLike]) -> list[Array]:
+    """Return the advantage of every completion: (G,) float64 per group; that of `group` for one of an attachment.
+
+    rewards: per group, finite.
     Raises ValueError if a group is empty or a reward is not finite.
     """
     reward = [np.asarray(reward_G, dtype=np.float64) for reward_G in rewards]
@@ -167,11 +167,9 @@ def advantages(settings: Advantage, rewards: Sequence[ArrayLike], log_weights: S
     ddof, epsilon = 0, 0.0
     if isinstance(settings, NormalizedAdvantage):
         ddof, epsilon = int(settings.deviation == "sample"), settings.epsilon
-    if isinstance(settings, OptimalBaselineAdvantage):
-        return optimal_baseline(reward, log_weights or [np.zeros_like(one_G) for one_G in reward], ddof, epsilon)
     if of_batch := OF_BATCH.get(type(settings)):
         return of_batch(reward, ddof, epsilon)
-    return [OF_GROUP[type(settings)](reward_G, ddof, epsilon) for reward_G in reward]
+    return [OF_GROUP.get(type(settings), group)(reward_G, ddof, epsilon) for reward_G in reward]
 
 
 def environment_advantages(scored: ScoredGroup) -> list[Array]:
@@ -189,14 +187,14 @@ def environment_advantages(scored: ScoredGroup) -> list[Array]:
     return rows
 
 
-def _centred(value_M: Array) -> Array:
+def centred(value_M: Array) -> Array:
     """Subtract the mean; exact zeros for equal values, which the rounded mean would not give."""
     if (value_M == value_M[0]).all():
         return np.zeros_like(value_M)
     return np.asarray(value_M - value_M.mean())
 
 
-def _spread(value_M: Array, ddof: int) -> float:
+def spread(value_M: Array, ddof: int) -> float:
     """Return the standard deviation; 0 if there are too few values."""
     return float(value_M.std(ddof=ddof)) if value_M.size > ddof else 0.0
 

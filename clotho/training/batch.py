@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, compress
+from itertools import chain
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
-from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from clotho.extension import TableDoor, provided
 from clotho.models.parameters import Arrays, Parameters
 from clotho.scoring.layouts.micro_batches import build_micro_batches, positions
 from clotho.scoring.sequences import MicroBatch, TeacherRows, TrainingSequence, sampled_mask_T
 from clotho.settings.learner import EnvironmentReference, KLPenalty, LearnerSection, RewardKLPenalty
 from clotho.settings.objectives import (
     EnvironmentAdvantage,
-    GradientNorm,
-    Kto,
-    OptimalBaselineAdvantage,
     PreferenceObjective,
     RatioObjective,
 )
-from clotho.training.advantages import advantages, environment_advantages
+from clotho.training.advantages import OfRewards, advantages, attached, environment_advantages
 from clotho.training.gradient import FixedLogprobs, LearnerModel, LossConfig
 from clotho.training.objectives.kl import ESTIMATORS
 from clotho.training.objectives.loss import loss_weights
@@ -132,7 +129,7 @@ def compute_advantages(
     groups: Sequence[ScoredGroup],
     penalties: Sequence[NDArray[np.float64]],
     settings: LearnerSection,
-    log_weights: Sequence[NDArray[np.float64]] = (),
+    of_rewards: OfRewards | None = None,
 ) -> PerTokenAdvantages:
     """Return the advantage of every token: advantages per token from the group, or the completion's advantage.
 
@@ -141,41 +138,32 @@ def compute_advantages(
     completions count in their group.
 
     penalties: subtracted from the reward of each completion first; empty without penalties. If a penalty is not finite,
-    every advantage from rewards is not finite, and the update is rejected. log_weights: weights of completions in the
-    baseline of least variance, (G,) per group; empty for other advantages.
+    every advantage from rewards is not finite, and the update is rejected. of_rewards: those of an attachment.
     """
     in_tokens = isinstance(settings.objective.advantage, EnvironmentAdvantage)
-    rewarded = [not (in_tokens or group.token_advantages) for group in groups]
-    of_rewards = iter(
-        _by_rewards(
-            list(compress(groups, rewarded)),
-            list(compress(penalties, rewarded)),
-            list(compress(log_weights, rewarded)),
-            settings,
-        )
-    )
-    found = [
-        next(of_rewards) if by_rewards else environment_advantages(group)
-        for group, by_rewards in zip(groups, rewarded, strict=True)
-    ]
+    rewarded = [g for g, group in enumerate(groups) if not (in_tokens or group.token_advantages)]
+    of_groups = dict(zip(rewarded, _by_rewards(rewarded, groups, penalties, settings, of_rewards), strict=True))
+    found = [of_groups[g] if g in of_groups else environment_advantages(group) for g, group in enumerate(groups)]
     return [_zero_untrained(group, rows) for group, rows in zip(groups, found, strict=True)]
 
 
 def _by_rewards(
+    rewarded: Sequence[int],
     groups: Sequence[ScoredGroup],
     penalties: Sequence[NDArray[np.float64]],
-    log_weights: Sequence[NDArray[np.float64]],
     settings: LearnerSection,
+    of_rewards: OfRewards | None,
 ) -> PerTokenAdvantages:
-    if not all(np.isfinite(penalty_G).all() for penalty_G in penalties):
-        return [[np.full(len(c.tokens), np.nan) for c in group.group.completions] for group in groups]
-    rewards = [np.asarray(group.rewards, dtype=np.float64) for group in groups]
+    completions = [groups[g].group.completions for g in rewarded]
+    rewards = [np.asarray(groups[g].rewards, dtype=np.float64) for g in rewarded]
     if penalties:
-        rewards = [reward_G - penalty_G for reward_G, penalty_G in zip(rewards, penalties, strict=True)]
-    of_completions = advantages(settings.objective.advantage, rewards, log_weights)
+        if not all(np.isfinite(penalties[g]).all() for g in rewarded):
+            return [[np.full(len(c.tokens), np.nan) for c in members] for members in completions]
+        rewards = [reward_G - penalties[g] for g, reward_G in zip(rewarded, rewards, strict=True)]
+    found = advantages(settings.objective.advantage, rewards) if of_rewards is None else of_rewards(rewarded, rewards)
     return [
-        [np.full(len(c.tokens), value) for c, value in zip(group.group.completions, values_G, strict=True)]
-        for group, values_G in zip(groups, of_completions, strict=True)
+        [np.full(len(c.tokens), value) for c, value in zip(members, values_G, strict=True)]
+        for members, values_G in zip(completions, found, strict=True)
     ]
 
 
@@ -244,7 +232,7 @@ class Division(NamedTuple):
         settings = self.settings
         lengths = [
             [
-                _trained_tokens(c, a_T, settings)
+                trained_tokens(c, a_T, settings)
                 for c, a_T in zip(groups[g].group.completions, token_advantages[g], strict=True)
             ]
             for g in part
@@ -274,7 +262,7 @@ class Division(NamedTuple):
         return micro
 
 
-def _trained_tokens(completion: Completion, advantage_T: NDArray[np.float64], settings: LearnerSection) -> int:
+def trained_tokens(completion: Completion, advantage_T: NDArray[np.float64], settings: LearnerSection) -> int:
     """Return the number of trained tokens of a completion; objectives of preferences leave out all but a pair."""
     cut_off = settings.objective.mask_truncated and completion.finish_reason == "length"
     outside = isinstance(settings.objective, PreferenceObjective) and not advantage_T.any()
@@ -301,48 +289,51 @@ class TrainingBatch(NamedTuple):
         return sum(mini.tokens for mini in self.minibatches)
 
 
-def prepare(
-    groups: Sequence[ScoredGroup],
-    model: LearnerModel,
-    division: Division,
-    *,
-    parameters: Parameters,
-    reference: ReferencePolicy,
-    loss_config: LossConfig,
-) -> TrainingBatch:
-    """Prepare an update from `parameters`.
+class UpdateStart(NamedTuple):
+    """What an update begins with. model: at `parameters` when the update has been prepared."""
+
+    groups: Sequence[ScoredGroup]
+    model: LearnerModel
+    division: Division
+    parameters: Parameters
+    reference: ReferencePolicy
+    loss_config: LossConfig
+
+
+REFERENCE_POINTS: TableDoor[str] = TableDoor("library.REFERENCE_POINTS")
+"""Functions of attachments as `module:name`, by the objectives that need them (`ObjectiveInputs.reference_point`).
+
+Each is called with an `UpdateStart` and the advantages.
+"""
+
+
+def prepare(start: UpdateStart) -> TrainingBatch:
+    """Prepare an update.
 
     A KL penalty in the reward is the sum of the KL estimates of a completion's tokens, computed with the sampler
     log-probabilities. The penalty is subtracted before advantages are computed. Reference log-probabilities in groups
-    are used unchanged. A baseline of least variance is that of `parameters`, for every optimizer step of the update.
+    are used unchanged.
     """
+    groups, model, division, parameters, reference, loss_config = start
     settings = loss_config.settings
-    preliminary = compute_advantages(groups, (), settings)
+    preliminary, own_advantages = compute_advantages(groups, (), settings), attached(settings.objective.advantage)
     minis = division.minibatches(groups, preliminary)
     references = _given_logprobs(minis) if reference_from_groups(settings) else None
     if reference.needed:
         references = scored(model, minis, reference)
     in_reward = references is not None and isinstance(settings.kl_penalty, RewardKLPenalty)
     penalties = _penalties(groups, minis, references, loss_config) if in_reward and references else ()
-    advantage, at_start, log_weights = settings.objective.advantage, Scores(), Weights()
-    if _proximal_needed(settings, len(minis)) and not isinstance(advantage, OptimalBaselineAdvantage):
-        known = int(settings.update_epochs == 1)  # the first optimizer step has those of its own pass
+    at_start = Scores()
+    if own_advantages is not None or _proximal_needed(settings, len(minis)):
+        # Without own advantages, the first optimizer step has the scores of its own pass.
+        known = int(own_advantages is None and settings.update_epochs == 1)
         at_start = [[]] * known + scored(model, minis[known:], parameters)
-    if isinstance(advantage, OptimalBaselineAdvantage):
-        at_start = scored(model, minis, parameters)
-        log_weights = log_variance_weights(groups, minis, at_start, gradient_norm=advantage.gradient_norm)
-        if advantage.gradient_norm == "exact":
-            singly = replace(settings, micro_batch_tokens=1, num_minibatches=1)
-            alone = division._replace(settings=singly, layout="padded", least=1).minibatches(groups, preliminary)
-            log_norms = _exact_norms(groups, alone, model, parameters, loss_config)
-            log_weights = [weight_G + norm_G for weight_G, norm_G in zip(log_weights, log_norms, strict=True)]
-    token_advantages = compute_advantages(groups, penalties, settings, log_weights)
-    if in_reward or log_weights:
+    of_rewards = None if own_advantages is None else own_advantages(start, minis, preliminary, at_start)
+    token_advantages = compute_advantages(groups, penalties, settings, of_rewards)
+    if in_reward or of_rewards is not None:
         minis = division.minibatches(groups, token_advantages)
-    point = 0.0
-    if isinstance(settings.objective, Kto):
-        others = _of_other_prompts(groups, token_advantages, settings)
-        point = _reference_point(division._replace(replays=False).micro_batches(others), model, parameters, reference)
+    place = REFERENCE_POINTS().get(str(settings.objective.__struct_config__.tag))
+    point = 0.0 if place is None else provided(place)(start, token_advantages)
     fixed_logprobs = tuple(
         tuple(
             FixedLogprobs(
@@ -357,7 +348,7 @@ def prepare(
     return TrainingBatch(minis, fixed_logprobs, token_advantages)
 
 
-def _of_completions(
+def of_completions(
     groups: Sequence[ScoredGroup],
     minis: Sequence[Minibatch],
     values: Iterable[NDArray[np.float64]],
@@ -372,52 +363,10 @@ def _of_completions(
     return found
 
 
-def _with_scores(minis: Sequence[Minibatch], scores: Scores) -> Iterator[tuple[MicroBatch, mx.array]]:
+def with_scores(minis: Sequence[Minibatch], scores: Scores) -> Iterator[tuple[MicroBatch, mx.array]]:
+    """Yield all micro-batches with their scores."""
     for mini, rows in zip(minis, scores, strict=True):
         yield from zip(mini.micro_batches, rows, strict=True)
-
-
-def log_variance_weights(
-    groups: Sequence[ScoredGroup], minis: Sequence[Minibatch], scores: Scores, *, gradient_norm: GradientNorm
-) -> Weights:
-    """Return log(w^2 n) of every completion for the baseline of least variance: (G,) float64 per group, in nats.
-
-    w = exp(sum_t log pi_t - log mu_t) is the importance weight of the completion. n estimates |grad log pi|^2, as if
-    the gradients of tokens were orthogonal. "probabilities": n = sum_t (1 - pi_t)^2, with which the squared norm of the
-    gradient with respect to the logits of a token, (1 - pi_t)^2 + sum_{v != t} pi_v^2, agrees up to a factor of 2.
-    "length": n is the number of tokens (OPO, arXiv:2505.23585). "exact": n = 1; the caller adds the exact norm.
-    Minus infinity for completions that are not trained on.
-
-    scores: log-probabilities under the policy at the start of the update.
-    """
-
-    def log_weight_B(micro: MicroBatch, logp_N: mx.array) -> NDArray[np.float64]:
-        pi_N = np.array(logp_N, dtype=np.float64)
-        norm_N = np.square(np.expm1(pi_N)) if gradient_norm == "probabilities" else np.ones_like(pi_N)
-        norm_B = np.ones(micro.sequences) if gradient_norm == "exact" else micro.sum_B(norm_N)
-        with np.errstate(divide="ignore"):
-            return 2.0 * micro.log_weight_B(pi_N) + np.log(norm_B)
-
-    values = (log_weight_B(micro, logp_N) for micro, logp_N in _with_scores(minis, scores))
-    return _of_completions(groups, minis, values, others=-np.inf)
-
-
-def _exact_norms(
-    groups: Sequence[ScoredGroup],
-    minis: Sequence[Minibatch],
-    model: LearnerModel,
-    parameters: Parameters,
-    loss_config: LossConfig,
-) -> Weights:
-    """Return log |grad log pi|^2 of every completion. minis: of micro-batches of one completion."""
-
-    def log_norm_B(micro: MicroBatch) -> NDArray[np.float64]:
-        norm = model.score_norm_squared(parameters, micro, loss_config)
-        model.turns.pause()
-        with np.errstate(divide="ignore"):
-            return np.log([norm])
-
-    return _of_completions(groups, minis, (log_norm_B(micro) for mini in minis for micro in mini.micro_batches))
 
 
 def _proximal_needed(settings: LearnerSection, minis: int) -> bool:
@@ -454,37 +403,6 @@ def scored(model: LearnerModel, minis: Sequence[Minibatch], scoring: Parameters 
     return scores
 
 
-def _of_other_prompts(
-    groups: Sequence[ScoredGroup], token_advantages: PerTokenAdvantages, settings: LearnerSection
-) -> list[TrainingSequence]:
-    """Return the trained completions behind the prompts of the next group each; none if there is one group."""
-    if len(groups) < 2:
-        return []
-    found = []
-    for g, (group, rows) in enumerate(zip(groups, token_advantages, strict=True)):
-        other = groups[(g + 1) % len(groups)].group.prompt.tokens
-        for i, advantage_T in enumerate(rows):
-            if _trained_tokens(group.group.completions[i], advantage_T, settings):
-                sequence = training_sequence(g, group, i, advantage_T, 0.0, settings)
-                found.append(sequence._replace(prompt=other, supports=(), teacher=None, route_I_E=None))
-    return found
-
-
-def _reference_point(
-    micro: tuple[MicroBatch, ...], model: LearnerModel, parameters: Parameters, reference: ReferencePolicy
-) -> float:
-    """Return max(0, the mean of log pi(y') - log ref(y') over sequences): KTO (arXiv:2402.01306), section 4.1."""
-    if not micro:
-        return 0.0
-    mini = Minibatch(micro, 0, ())
-    own, others = (scored(model, [mini], one)[0] for one in (parameters, reference))
-    ratios = [
-        one.sum_B(np.array(own_N, dtype=np.float64) - np.array(reference_N, dtype=np.float64))
-        for one, own_N, reference_N in zip(micro, own, others, strict=True)
-    ]
-    return max(0.0, float(np.concatenate(ratios).mean()))
-
-
 def _given_logprobs(minis: Sequence[Minibatch]) -> Scores:
     tables = [[micro.table for micro in mini.micro_batches] for mini in minis]
     return [[mx.array(table.reference_N) for table in part if table.reference_N is not None] for part in tables]
@@ -501,4 +419,4 @@ def _penalties(
         kl_N = estimate(mx.array(micro.table.rollout_logp_N), reference_N)
         return beta * micro.sum_B(np.array(kl_N, dtype=np.float64))
 
-    return _of_completions(groups, minis, (penalty_B(*one) for one in _with_scores(minis, references)))
+    return of_completions(groups, minis, (penalty_B(*one) for one in with_scores(minis, references)))

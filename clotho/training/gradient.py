@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
-import numpy as np
-from msgspec.structs import replace
 
 from clotho.models.parameters import Arrays, Parameters, flat, nested
 from clotho.models.policy_model import WeightedModel
@@ -16,13 +14,11 @@ from clotho.models.turns import TurnBudget
 from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
-from clotho.settings.bounds import Off
 from clotho.settings.learner import LearnerSection
-from clotho.settings.objectives import RatioObjective, Reinforce
-from clotho.training.objectives.contract import Objective, ObjectiveInputs, PolicyLoss
+from clotho.settings.objectives import RatioObjective
+from clotho.training.objectives.contract import Objective, ObjectiveInputs
 from clotho.training.objectives.importance_correction import interpolated_proximal
 from clotho.training.objectives.loss import LossCoefficients, MetricSums, TokenLossInputs, policy_loss
-from clotho.training.optimizers import global_norm
 
 
 class LossConfig(NamedTuple):
@@ -250,23 +246,6 @@ class LearnerModel(NamedTuple):
             total, others = self.ranks.add_gradients(total, self.turns)
             parts |= others
         return total, [parts[k] for k in range(len(micro_batches))]
-
-    def score_norm_squared(self, parameters: Parameters, micro: MicroBatch, loss_config: LossConfig) -> float:
-        """Return |grad sum_t log pi_t|^2 over the tokens of a micro-batch, with respect to the trainable parameters."""
-        plain = replace(loss_config.settings, objective=Reinforce(importance_correction=Off()), kl_penalty=Off())
-        table = micro.table._replace(loss_weight_N=micro.table.loss_mask_N, teacher=None, teacher_logp_N=None)
-        gradient = self.gradient(
-            parameters,
-            micro._replace(table=table),
-            FixedLogprobs(),
-            loss_config=LossConfig(plain, _log_probability, LossCoefficients(0.0, 0.0)),
-            position=StepPosition(0, 0.0),
-        )
-        return float(np.array(global_norm(gradient.arrays))) ** 2
-
-
-def _log_probability(logp_N: mx.array, tokens: ObjectiveInputs, settings: Reinforce) -> PolicyLoss:
-    return PolicyLoss(logp_N, mx.zeros_like(logp_N))
 
 
 def add_gradients(total: MicroBatchGradient | None, part: MicroBatchGradient) -> MicroBatchGradient:

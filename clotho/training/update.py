@@ -39,7 +39,7 @@ from clotho.models.turns import UNSHARED, TurnBudget, Turns
 from clotho.scoring.teacher_forcing import ROUTER_REPLAY, TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.settings.learner import LearnerSection, RouterReplay
-from clotho.training.batch import Division, Minibatch, PerTokenAdvantages, TrainingBatch, prepare
+from clotho.training.batch import Division, Minibatch, PerTokenAdvantages, TrainingBatch, UpdateStart, prepare
 from clotho.training.gradient import LearnerModel, LossConfig, OtherRanks
 from clotho.training.learner_state import LearnerSnapshot, LearnerState, state_arrays, state_from_arrays, with_prefix
 from clotho.training.objectives.functions import objective, require_exact_ratio
@@ -302,14 +302,8 @@ class PolicyLearner:
     def _prepare(
         self, groups: Sequence[ScoredGroup], loss_config: LossConfig, model: LearnerModel, *, step: int
     ) -> TrainingBatch:
-        return prepare(
-            groups,
-            model,
-            self._division(loss_config.settings, model, step=step),
-            parameters=self.parameters,
-            reference=self._reference,
-            loss_config=loss_config,
-        )
+        division = self._division(loss_config.settings, model, step=step)
+        return prepare(UpdateStart(groups, model, division, self.parameters, self._reference, loss_config))
 
     @property
     def _replays(self) -> bool:

@@ -20,7 +20,7 @@ from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.settings.engine import SamplingSection
 from clotho.settings.learner import LearnerSection
-from clotho.training.batch import Division, prepare
+from clotho.training.batch import Division, UpdateStart, prepare
 from clotho.training.gradient import LearnerModel, LossConfig, StepPosition
 from clotho.training.objectives.functions import objective
 from clotho.training.objectives.loss import initial_loss_coefficients
@@ -197,14 +197,8 @@ def whole_gradient(
     """Loss and gradient of a batch at the served parameters, all micro-batches added up in float64."""
     loss_config = LossConfig(settings, objective(settings.objective), initial_loss_coefficients(settings))
     model = learner_model(policy, settings, distribution)
-    batch = prepare(
-        groups,
-        model,
-        Division(settings, max_tokens, model.forcing.layout),
-        parameters=policy.trainable(),
-        reference=ReferencePolicy(policy, settings),
-        loss_config=loss_config,
-    )
+    division, reference = Division(settings, max_tokens, model.forcing.layout), ReferencePolicy(policy, settings)
+    batch = prepare(UpdateStart(groups, model, division, policy.trainable(), reference, loss_config))
     total, arrays = 0.0, {name: np.zeros(array.shape) for name, array in flat(policy.trainable()).items()}
     for micro, known in zip(batch.minibatches[0].micro_batches, batch.fixed_logprobs[0], strict=True):
         position = StepPosition(0, 0.0)

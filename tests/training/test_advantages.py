@@ -13,7 +13,7 @@ from clotho.training.advantages import advantages, environment_advantages
 from tests.learner_settings import advantage
 from tests.training.policies_and_groups import scored_group
 
-ADVANTAGES = ("group", "mean", "leave_one_out", "max_rl", "optimal_baseline", "batch", "batch_centred", "batch_scaled")
+ADVANTAGES = ("group", "mean", "leave_one_out", "max_rl", "batch", "batch_centred", "batch_scaled")
 BATCH = [[1.0, 0.0, 0.0, 0.0], [1.0, 3.0]]
 
 
@@ -122,38 +122,6 @@ def test_max_rl_divides_by_the_mean_of_rewards_above_zero_or_above_the_lowest(
     zero or less neither removes a group nor turns its signs.
     """
     np.testing.assert_allclose(judged("max_rl", [rewards])[0], expected, rtol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("rewards", "weights", "expected"),
-    [
-        ([1.0, 0.0], [1.0, 1.0], [1.0, -1.0]),
-        ([1.0, 0.0], [3.0, 1.0], [0.5, -1.5]),
-        ([1.0, 0.0], [1.0, 0.0], [0.0, -2.0]),
-        ([1.0, 0.0], [0.0, 0.0], [1.0, -1.0]),
-        ([3.0, 3.0], [5.0, 1.0], [0.0, 0.0]),
-        ([0.0, 0.0, 4.0, 4.0], [1.0, 1.0, 1.0, 5.0], [-1.5, -1.5, 0.5, 0.5]),
-    ],
-)
-def test_the_optimal_baseline_by_hand(rewards: list[float], weights: list[float], expected: list[float]) -> None:
-    """Rewards 1 0 with weights 3 1: baseline 3/4, deviation 1/2. 0 0 4 4 with 1 1 1 5: baseline 3, deviation 2.
-
-    A completion without a gradient has no part in the baseline; a group without any has the mean.
-    """
-    settings = advantage("optimal_baseline", deviation="population", epsilon=1e-12)
-    with np.errstate(divide="ignore"):
-        logs = [np.log(np.array(weights)) + shift for shift in (0.0, 900.0, -900.0)]
-    for log_G in logs:
-        (found,) = advantages(settings, [rewards], [log_G])
-        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-11)
-
-
-def test_a_weight_that_is_no_number_makes_the_advantages_of_its_group_none() -> None:
-    """Other groups keep theirs; the update is then rejected as a whole."""
-    settings = advantage("optimal_baseline", deviation="population", epsilon=1e-12)
-    spoilt, fine = advantages(settings, [[1.0, 0.0], [1.0, 0.0]], [np.array([math.nan, 0.0]), np.zeros(2)])
-    assert np.isnan(spoilt).all()
-    np.testing.assert_allclose(fine, [1.0, -1.0])
 
 
 def test_the_environment_gives_advantages_token_by_token() -> None:

@@ -18,7 +18,7 @@ from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.settings.objectives import Objective
-from clotho.training.batch import Division, prepare
+from clotho.training.batch import Division, UpdateStart, prepare
 from clotho.training.gradient import FixedLogprobs, LearnerModel, LossConfig, MicroBatchGradient, StepPosition
 from clotho.training.objectives.contract import Objective as ObjectiveFunction
 from clotho.training.objectives.contract import ObjectiveInputs, PolicyLoss
@@ -65,14 +65,8 @@ def prepared(
     """The micro-batches of a batch, with what is known of each before its gradient."""
     settings = loss_config.settings
     model = learner_model(policy, settings, SamplingDistribution(0.8))
-    batch = prepare(
-        groups,
-        model,
-        Division(settings, 100, model.forcing.layout),
-        parameters=policy.trainable(),
-        reference=ReferencePolicy(policy, settings),
-        loss_config=loss_config,
-    )
+    division, reference = Division(settings, 100, model.forcing.layout), ReferencePolicy(policy, settings)
+    batch = prepare(UpdateStart(groups, model, division, policy.trainable(), reference, loss_config))
     return list(zip(batch.minibatches[0].micro_batches, batch.fixed_logprobs[0], strict=True))
 
 

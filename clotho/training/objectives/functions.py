@@ -36,6 +36,7 @@ from clotho.settings.objectives import (
     Sapo,
     SequenceObjective,
 )
+from clotho.training.advantages import attached
 from clotho.training.objectives.contract import Objective, ObjectiveInputs, PolicyLoss
 from clotho.training.objectives.kl import MAX_LOG_RATIO, bounded_log_ratio
 from clotho.user_code import load_named
@@ -208,22 +209,22 @@ ATTACHED: TableDoor[str] = TableDoor(
 def objective(chosen: settings.Objective) -> Objective:
     """Return the objective function of these settings; see `contract` for what a custom function must return.
 
-    Raises ProfileError if a custom function cannot be imported or does not take three arguments, or an attachment is
-    not installed. A custom function that returns anything but a PolicyLoss of (N,) arrays raises ProfileError when it
-    is called.
+    Raises ProfileError if a custom function cannot be imported or does not take three arguments, or an attachment of
+    the objective or its advantage is not installed. A custom function that returns anything but a PolicyLoss of (N,)
+    arrays raises ProfileError when it is called.
     """
+    attached(chosen.advantage)  # is installed
     if type(chosen) in OBJECTIVES:
         return OBJECTIVES[type(chosen)]
     if not isinstance(chosen, settings.Custom):
         name = str(chosen.__struct_config__.tag)
         if (place := ATTACHED().get(name)) is None:
             raise ProfileError(f'learner.objective = "{name}" {ATTACHED.absence(name)}')
-        attached: Objective = provided(place)
-        return attached
-    name = chosen.function
-    function = load_named(name, "learner.objective")
-    _require_three_arguments(name, function)
-    return _checked(name, function)
+        function: Objective = provided(place)
+        return function
+    own = load_named(chosen.function, "learner.objective")
+    _require_three_arguments(chosen.function, own)
+    return _checked(chosen.function, own)
 
 
 def _require_three_arguments(name: str, function: Any) -> None:
