@@ -154,10 +154,10 @@ class Broadcaster:
         return self._settings.budget == 1.0 or share <= self._settings.budget
 
     async def _check_parity(self) -> None:
-        sample, limits, began = self._sample, self._limits, time.monotonic()
-        if not sample.steps or limits is None:
+        sample, limits, settings, began = self._sample, self._limits, self._settings, time.monotonic()
+        if not sample.steps or limits is None or not isinstance(settings, ParityCheck):
             return
-        parity = await finish(self._compute.parity.submit(lambda: self._compare(sample)))
+        parity = await finish(self._compute.parity.submit(lambda: self._compare(sample, settings.tokens)))
         self._last_check_seconds = time.monotonic() - began
         self._check_seconds += self._last_check_seconds
         self.largest_drift = max(self.largest_drift, parity.max_difference)
@@ -183,7 +183,7 @@ class Broadcaster:
                 f"(mean KL divergence {kl:.3g} nats, limit {limit:g}; parity.stop_kl)"
             )
 
-    def _compare(self, sample: ParitySample) -> ParityReport:
+    def _compare(self, sample: ParitySample, tokens: int) -> ParityReport:
         """Run the parity check in its thread."""
         if self._checker is None:
             self._checker = ParityChecker(
@@ -195,7 +195,7 @@ class Broadcaster:
                 lane=self._compute.parity.lane,
                 forcing=self._forcing,
             )
-        return self._checker.check(sample, self._parameters, temperature=self._temperature)
+        return self._checker.check(sample, self._parameters, temperature=self._temperature, tokens=tokens)
 
 
 def _limits(settings: ParitySection, dtype: str) -> ParityLimits | None:

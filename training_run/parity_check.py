@@ -311,9 +311,14 @@ class ParityChecker:
             replays=learner.router_replay != "off",
         )
 
-    def check(self, sample: ParitySample, parameters: Parameters, *, temperature: float) -> ParityReport:
-        """Compare the served weights with `parameters`, with as many rows as are running, or as can run."""
-        rows = self._engine.running or self._rows
+    def check(
+        self, sample: ParitySample, parameters: Parameters, *, temperature: float, tokens: int = MAX_ROWS
+    ) -> ParityReport:
+        """Compare the served weights with `parameters`, with as many rows as are running, or as can run.
+
+        tokens: `parity.tokens`; decode steps have at most as many rows, so that a smaller number means less work.
+        """
+        rows = min(self._engine.running or self._rows, tokens)
         try:
             return self._models.check(sample, parameters, temperature=temperature, rows=rows)
         finally:

@@ -168,7 +168,7 @@ def check_decoding(
     )
     completions = [completion.tokens for completion in group.completions]
     sample = parity_sample(group.prompt.tokens, completions, tokens=tokens)
-    return checker.check(sample, policy.trainable(), temperature=profile.sampling.temperature)
+    return checker.check(sample, policy.trainable(), temperature=profile.sampling.temperature, tokens=tokens)
 
 
 def parity_findings(report: ParityReport, profile: Profile, dtype: str) -> Iterator[Finding]:

@@ -223,6 +223,23 @@ async def test_checks_after_the_first_one_keep_to_the_budget(
     assert len(probed) == checks
 
 
+async def test_decode_steps_of_a_check_have_at_most_as_many_rows_as_it_compares_tokens(
+    compute: Compute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine could decode 16 rows."""
+    harness, rows = BroadcasterHarness(compute, tmp_path, parity=ParityCheck(tokens=3)), []
+    check = ParityChecker.check
+
+    def probe(*given: Any, **options: Any) -> ParityReport:
+        report = check(*given, **options)
+        rows.append(report.rows)
+        return report
+
+    monkeypatch.setattr(ParityChecker, "check", probe)
+    await harness.broadcaster().run()
+    assert rows == [3]
+
+
 async def test_a_check_waits_until_it_is_within_its_share_of_the_time(
     compute: Compute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -269,6 +269,18 @@ def test_decode_steps_have_the_rows_of_the_running_batch(
     assert report.max_difference < 1e-4
 
 
+@pytest.mark.parametrize(("tokens", "rows"), [(4, 4), (1, 2), (32, 16)])
+def test_a_check_of_few_tokens_has_few_rows(tokens: int, rows: int) -> None:
+    """At most `parity.tokens`, but one per completion; nothing runs, so the engine could decode 16 rows."""
+    policy = tiny_policy()
+    engine, settings = engine_of(policy), EngineSection(max_num_seqs=16)
+    checker = ParityChecker(
+        policy, engine, settings=settings, learner=learner_settings(), decode=at_once, lane=UNSHARED
+    )
+    sample = ParitySample((1, 2, 3), ((4, 5), (6, 7)))
+    assert checker.check(sample, policy.trainable(), temperature=1.0, tokens=tokens).rows == rows
+
+
 def test_the_prompt_of_a_check_is_bounded() -> None:
     """Of a long prompt, only the last tokens are used, so that a check does not delay requests."""
     policy = tiny_policy()

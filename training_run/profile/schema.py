@@ -31,7 +31,9 @@ Display = Literal["auto", "live", "plain", "none"]
 class ParityCheck(Variant, frozen=True, kw_only=True, tag="check"):
     """The log-probabilities are compared at the start, and after a weight swap as often as the budget allows."""
 
-    tokens: Annotated[Positive, about("Number of tokens that a parity check compares.")] = 32
+    tokens: Annotated[
+        Positive, about("Number of tokens that a parity check compares, and most rows of its decode steps, up to 32.")
+    ] = 32
     warn_nats: Annotated[PositiveFloat | None, about("Log a larger difference of one token; none: by type.")] = None
     stop_kl: Annotated[PositiveFloat | None, about("A larger mean KL divergence ends the run; none: by type.")] = None
     budget: Annotated[
