@@ -19,10 +19,11 @@ from mlx_lm import load
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 from safetensors.numpy import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 
 from attachments.adapters.tests.adapter_models import write_mlx_adapter
 from attachments.files import merging
-from attachments.files.merge import REPORT, merge
+from attachments.files.merge import REPORT, comparison_prompts, merge
 from attachments.files.merging import MergeSettings, Packing, full_weight, weights_of
 from attachments.files.tests import hub_models
 from attachments.files.tests.gguf_files import build, byte_level, write
@@ -31,7 +32,9 @@ from attachments.files.tests.test_convert import adapter, config, dora, embeddin
 from clotho.models.loading import open_base
 from clotho.settings.model import ModelSection
 from protocols.errors import ArtifactError
+from tests.small_models import byte_tokenizer
 from training_run.__main__ import main
+from training_run.adapters.reading import read_adapter_of
 
 ROOT = Path(__file__).parents[3]
 FULL = MergeSettings(dtype="float32")
@@ -315,3 +318,23 @@ def test_a_model_of_three_gigabytes_is_merged_in_less_than_one(tmp_path: Path) -
     )
     assert sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")) > 2.9e9
     assert int(result.stdout.split()[-1]) * 1024 < 1e9
+
+
+@pytest.mark.parametrize("template", [None, "<{{ messages[0]['content'] }}>"])
+def test_an_answer_continues_its_prompt(
+    template: str | None, bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first token of the model stands before a prompt, and never between prompt and answer."""
+    tokenizer = byte_tokenizer(chat_template=template)
+    tokenizer.hugging_face._tokenizer.post_processor = TemplateProcessing(
+        single="<|end|> $A", special_tokens=[("<|end|>", 256)]
+    )
+    monkeypatch.setattr("attachments.files.merge.ChatTokenizer.of_model", lambda *_: tokenizer)
+    data = tmp_path / "d.jsonl"
+    data.write_text(json.dumps({"prompt": "Q", "answer": "AB"}))
+    source = adapter(tmp_path / "a", bases["biases"])
+    read, section = read_adapter_of(source, ""), ModelSection(path=str(bases["biases"]))
+    (source / "profile.toml").write_text(f'extends = "local-m3"\ndata = {{ train = "{data}", system = "" }}\n')
+    (tokens,) = comparison_prompts(read, section, "", source, 1)
+    assert bytes(tokens[-2:]) == b"AB"
+    assert tokens[:-2] == (tuple(b"<Q>") if template else (256, *b"Q"))

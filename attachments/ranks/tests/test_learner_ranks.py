@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -310,3 +311,34 @@ def test_large_weights_take_several_messages() -> None:
     """An array above the limit has a message of its own, and all arrays arrive."""
     arrays = {name: mx.zeros(size, dtype=mx.uint8) for name, size in (("a", 3), ("b", 3), ("c", 9), ("d", 1))}
     assert [list(group) for group in grouped(arrays, limit=6)] == [["a", "b"], ["c"], ["d"]]
+
+
+def test_the_time_that_rank_0_waits_is_that_of_shares_and_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock moves while rank 0 waits for the share of the other rank, 2 s, and while they add, 3 s."""
+    now = 100.0
+    group = RanksInProcess(2, SETTINGS[0], unchanged)
+    ranks = LearnerRanks(group.join, share_seconds=60.0)
+    answers, add = ranks._answers, group.add
+
+    class Later:
+        put = answers.put
+
+        def get(self, timeout: float) -> Any:
+            nonlocal now
+            now += 2.0
+            return answers.get(timeout=timeout)
+
+    def add_later(arrays: Mapping[str, mx.array]) -> dict[str, NDArray[np.float32]]:
+        nonlocal now
+        now += 3.0
+        return add(arrays)
+
+    monkeypatch.setattr("attachments.ranks.learner_ranks.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(ranks, "_answers", Later())
+    monkeypatch.setattr(group, "add", add_later)
+    made = PolicyLearner(
+        tiny_policy(), learner_settings(**SETTINGS[0]), SamplingSection(), steps=10, measure=None, ranks=ranks
+    )
+    for count in (1, 2):
+        made.update(random_groups(VOCAB, groups=4, seed=count))
+        assert ranks.gauges().waited_seconds == 5.0 * count
