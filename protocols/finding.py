@@ -13,7 +13,7 @@ FindingName = Literal[
     "kernel_panic", "kv_cache_full", "length_growth", "lora_scale_unusual", "low_effective_sample_size",
     "low_power_mode", "memory_occupied", "memory_pressure", "model_unusable", "no_reward", "no_reward_applies",
     "no_signal", "on_battery", "parity_differs", "port_in_use", "reward_collapse", "reward_drop", "rewards_fail",
-    "routes_flip", "run_refused", "scorer_full", "slow", "slow_blas", "swap_growing", "swap_in_use",
+    "routes_flip", "run_refused", "scorer_full", "slow", "slow_blas", "slow_quantized", "swap_growing", "swap_in_use",
     "template_drops_thinking", "template_opens_tag", "template_rewrites_history", "thermal_pressure", "too_easy",
     "too_hard", "too_little_memory", "tools_not_shown", "truncated", "truncation_growth", "update_not_finite",
     "update_too_large", "version_known_bad", "wired_limit_high",

@@ -173,6 +173,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     freed: buffers of freed arrays that MLX keeps for reuse; not in `total`, because MLX returns them near the limit.
     one_sequence: part of `caches` for one sequence of maximum length.
     shipped_shape: the model is known only by a configuration that ships with the project.
+    quantized: weights stay quantized while they compute.
     """
 
     base: int = 0
@@ -198,6 +199,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     freed: int = 0
     one_sequence: int = 0
     shipped_shape: bool = False
+    quantized: bool = False
 
     @property
     def held(self) -> int:

@@ -39,6 +39,10 @@ RECENT_DAYS = 14.0
 """Age of the kernel panics that are a finding."""
 
 
+DENSE = (Change(key="model.dequantize", value="true"), Change(key="model.quantize", value="off"))
+"""Settings without quantized weights: of a quantized model, and of one that is quantized at load."""
+
+
 class MachineState(Struct, frozen=True, kw_only=True):
     """State of the machine when it was read. disk_bytes: free space for the run directory; None if unknown.
 
@@ -57,13 +61,15 @@ class MachineState(Struct, frozen=True, kw_only=True):
 class RunNeeds(Struct, frozen=True, kw_only=True):
     """What a run needs of the machine. memory_bytes: estimated peak. disk_bytes: checkpoints and log files.
 
-    max_turn_ms: `learner.max_turn_ms`. uses_gpu: whether MLX computes on a GPU.
+    max_turn_ms: `learner.max_turn_ms`. uses_gpu: whether MLX computes on a GPU. quantized: whether weights stay
+    quantized.
     """
 
     memory_bytes: int
     disk_bytes: int
     max_turn_ms: float
     uses_gpu: bool
+    quantized: bool = False
 
 
 def read_machine(run_dir: Path, *, blas: str, system: str = "") -> MachineState:
@@ -110,6 +116,7 @@ def needs_of(profile: Profile, estimate: MemoryEstimate) -> RunNeeds:
         disk_bytes=disk_needed(estimate, profile.checkpoint.keep_last),
         max_turn_ms=profile.learner.max_turn_ms,
         uses_gpu=backend_name() != "CPU",
+        quantized=estimate.quantized,
     )
 
 
@@ -146,6 +153,14 @@ def machine_findings(state: MachineState, needs: RunNeeds) -> Iterator[Finding]:
             fact="MLX computes with the reference BLAS of its wheel",
             consequence="matrix products are about 50 times slower than with an optimised BLAS",
             advice="pip install mkl, or apt install libopenblas0-pthread",
+        )
+    if needs.quantized and not needs.uses_gpu:
+        yield Finding(
+            name="slow_quantized",
+            fact="the weights are quantized, and MLX multiplies by them without BLAS on a CPU",
+            consequence="a product with 32 rows takes about 30 times as long as with float32 weights",
+            advice="set model.dequantize = true, or remove [model.quantize], if the memory suffices",
+            remedy=Remedy(action="start", changes=DENSE),
         )
     if state.mac is not None:
         yield from _mac(state.mac, state, needs)

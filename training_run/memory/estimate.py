@@ -172,6 +172,7 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
         freed=profile.memory.cache_limit_mib * 2**20,
         one_sequence=_caches(layout, 1, length),
         shipped_shape=shipped,
+        quantized=any("scales" in module for module in base.modules()),
     )
     return replace(estimate, margin=int(MARGIN * estimate.turn))
 

@@ -69,6 +69,6 @@ def machine(*, mac: MacState | None = None, available: int = 12 << 30, swap: int
     )
 
 
-def needs(*, uses_gpu: bool = True) -> RunNeeds:
+def needs(*, uses_gpu: bool = True, quantized: bool = False) -> RunNeeds:
     """Return the needs of a run with 8 GiB."""
-    return RunNeeds(memory_bytes=8 << 30, disk_bytes=1 << 30, max_turn_ms=250.0, uses_gpu=uses_gpu)
+    return RunNeeds(memory_bytes=8 << 30, disk_bytes=1 << 30, max_turn_ms=250.0, uses_gpu=uses_gpu, quantized=quantized)

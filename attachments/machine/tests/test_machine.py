@@ -8,11 +8,12 @@ import pytest
 from msgspec.structs import replace
 
 from attachments.machine import machine as checks
-from attachments.machine.machine import MachineState, disk_needed, machine_findings, read_machine
+from attachments.machine.machine import MachineState, disk_needed, machine_findings, needs_of, read_machine
 from attachments.machine.macos import KernelPanic, MacState
 from attachments.machine.tests.simulated_mac import machine, needs
 from clotho.process import REFERENCE_BLAS
 from protocols.summary import MemoryEstimate
+from tests.training_run.built_context import tiny_profile
 
 GIB = 2**30
 
@@ -81,6 +82,22 @@ def test_a_full_disk_and_a_slow_blas_are_findings() -> None:
     assert names(replace(machine(), disk_bytes=None)) == []
     assert names(replace(machine(), blas=REFERENCE_BLAS), uses_gpu=False) == ["slow_blas"]
     assert names(replace(machine(), blas=REFERENCE_BLAS)) == []
+
+
+@pytest.mark.parametrize(("uses_gpu", "quantized", "expected"), [
+    (False, True, ["slow_quantized"]), (False, False, []), (True, True, []),
+])  # fmt: skip
+def test_quantized_weights_are_slow_on_a_cpu_only(*, uses_gpu: bool, quantized: bool, expected: list[str]) -> None:
+    """MLX has kernels for them on a GPU."""
+    found = list(machine_findings(machine(), needs(uses_gpu=uses_gpu, quantized=quantized)))
+    assert [finding.name for finding in found] == expected
+
+
+def test_the_needs_of_a_run_say_whether_its_weights_stay_quantized(tmp_path: Path) -> None:
+    """As its memory estimate does."""
+    profile = tiny_profile(tmp_path)
+    assert needs_of(profile, MemoryEstimate(quantized=True)).quantized
+    assert not needs_of(profile, MemoryEstimate()).quantized
 
 
 def test_the_state_of_this_machine_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

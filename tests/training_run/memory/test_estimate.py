@@ -276,6 +276,7 @@ def test_weights_count_as_they_will_be_after_loading(tmp_path: Path, dequantize:
     converted = converted_bytes(policy.model, mx.float16.size)
     assert converted > 0
     assert estimate.base + estimate.trained == policy.description.bytes + converted
+    assert estimate.quantized is not dequantize
 
 
 def test_a_reference_is_counted_only_where_one_is_kept(tmp_path: Path) -> None:
@@ -380,6 +381,7 @@ def test_a_model_whose_shape_ships_needs_neither_the_hub_nor_memory(
     estimate = estimate_memory(section, profile_of(tmp_path, ADAPTER))
     assert mx.get_peak_memory() - before < 2**20
     assert estimate.shipped_shape
+    assert estimate.quantized
     assert estimate.base == 8_307_783_680
 
 

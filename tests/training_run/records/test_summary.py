@@ -25,7 +25,8 @@ from training_run.records.summary import (
 )
 
 SMALL = msgspec.convert(
-    {name: 2**20 for name in MemoryEstimate.__struct_fields__ if name != "shipped_shape"}, MemoryEstimate
+    {name: 2**20 for name in MemoryEstimate.__struct_fields__ if name not in ("shipped_shape", "quantized")},
+    MemoryEstimate,
 )
 PARTS = [
     MemoryPart(component="logits", bytes=2**20, change="learner.micro_batch_tokens"),
