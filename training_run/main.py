@@ -85,9 +85,10 @@ def _run(argv: Sequence[str], load_train: LoadTrain) -> tuple[int, bool]:
             argv = [own, *argv[1:]]
         if known and argv[0] not in known:
             from training_run.profile.flags import problem_of
-            from training_run.profile.translation import replaced_program
+            from training_run.profile.other_words import REPLACED_PROGRAM
 
-            argv = replaced_program(argv, problem_of)
+            found = REPLACED_PROGRAM.first(argv, problem_of)
+            argv = argv if found is None else found
         if known and argv and (command := known.get(argv[0])):
             return command(argv[1:])
         prepared = prepare(argv)

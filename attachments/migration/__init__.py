@@ -1,1 +1,1 @@
-"""The command `import-profile`."""
+"""Words and files of other trainers, and the command `import-profile`."""

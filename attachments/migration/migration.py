@@ -10,10 +10,10 @@ import tomli_w
 from rich.console import Console
 from rich.text import Text
 
+from attachments.migration.earlier_profiles import import_profile
 from clotho.storage.atomic_files import replace_file
 from protocols.errors import visible
 from training_run.commands.command_line import CommandParser, new_file
-from training_run.profile.earlier_profiles import import_profile
 from training_run.profile.load import flatten, located, read_text
 from training_run.profile.program import program
 from training_run.records.terminal_text import print_line

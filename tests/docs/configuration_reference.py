@@ -6,11 +6,12 @@ import re
 from collections.abc import Sequence
 
 from attachments.atropos.group_sizes import require_fillable
+from attachments.migration.other_trainers import Row, accepted
 from clotho.settings.keys import Key, Section
 from tests.docs.pages import DOCS
+from training_run.profile.aliases import SHORT
 from training_run.profile.flags import attached, attached_key, availability, default_in_words
 from training_run.profile.keys import KEYS, SECTIONS
-from training_run.profile.other_trainers import SHORT, Row, accepted
 from training_run.profile.rules import (
     contradictions,
     learnable_distribution,

@@ -8,10 +8,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+from attachments.migration.other_trainers import EARLIER, SYSTEMS, Program, Row, table
+from attachments.migration.tests.earlier_command_lines import LINES, Documented
+from attachments.migration.translation import Given
 from tests.docs.pages import DOCS, replace_between
-from tests.training_run.profile.earlier_command_lines import LINES, Documented
-from training_run.profile.other_trainers import EARLIER, SYSTEMS, Program, Row, table
-from training_run.profile.translation import Given
 
 PAGE, COMING = DOCS / "migrating.md", DOCS / "coming-from.md"
 

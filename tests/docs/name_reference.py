@@ -1,13 +1,13 @@
-"""Generates the table of docs/coming-from.md from `training_run.profile.other_trainers`.
+"""Generates the table of docs/coming-from.md from `attachments.migration.other_trainers`.
 
 python -m tests.docs.name_reference
 """
 
 from __future__ import annotations
 
+from attachments.migration.other_trainers import Row
+from attachments.migration.other_trainers import table as trainers
 from tests.docs.pages import DOCS, replace_between
-from training_run.profile.other_trainers import Row
-from training_run.profile.other_trainers import table as trainers
 
 PAGE = DOCS / "coming-from.md"
 HEADING = ("Clotho", "TRL", "verl", "mlx-lm", "mlx-lm-lora", "note")

@@ -14,7 +14,7 @@ from tests.docs.pages import DOCS, ROOT, between
 
 PAGE = DOCS / "changing.md"
 ROOMS = ("actors", "attachments", "clotho", "protocols", "training_run")
-OTHER_NAMES = "training_run/profile/other_trainers.py"
+OTHER_NAMES = "attachments/migration/other_trainers.py"
 ROW = re.compile(
     r"^\| (?P<change>[\w ]+) \| (?P<bound>\d+) \| .*? \| `(?P<symbol>\w+)` \| (?P<files>.*?) \|$", re.MULTILINE
 )

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from attachments.migration.other_trainers import by_name
 from tests.docs.pages import DOCS, ROOT
 from training_run.profile.keys import KEYS
-from training_run.profile.other_trainers import by_name
 
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 PATHS = set(KEYS)

@@ -10,8 +10,8 @@ from typing import NoReturn
 from rich.console import Console
 
 from protocols.errors import ProfileError, visible
+from training_run.profile.other_words import understood
 from training_run.profile.program import program
-from training_run.profile.translation import Dialect, Given, announce_words, split, translate
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -36,18 +36,12 @@ class CommandParser(argparse.ArgumentParser):
         for word in argv:
             flag, equals, value = word.partition("=")
             words.append(flag.replace("_", "-") + equals + value if word.startswith("--") else word)
-        if not all(map(self._is_valid, split(words))):
-            dialect = Dialect(command=self.command, own=self._is_valid, problem=lambda words: "")
-            translation = translate(words, dialect)
-            announce_words(translation.changed)
-            words = list(translation.words)
-        return self.parse_args(words)
+        return understood(words, self.parse_args, command=self.command, own=self._is_valid)
 
-    def _is_valid(self, one: Given) -> bool:
+    def _is_valid(self, flag: str, values: Sequence[str]) -> bool:
         """Whether a flag exists, and its value is one of the choices if there are choices."""
-        if (action := self._option_string_actions.get(one.flag)) is None:
-            return not one.flag
-        return not action.choices or one.values[:1] == () or one.values[0] in action.choices
+        action = self._option_string_actions.get(flag)
+        return action is not None and (not action.choices or not values or values[0] in action.choices)
 
 
 def new_file(text: str) -> Path:

@@ -10,3 +10,6 @@ PROFILE_NAMES = {"quickstart": "local-m3", "times-table": "learn-m3", "qwen3-0.6
 
 KEYS = {"monitor.cache_limit_mb": "memory.cache_limit_mib", "monitor.wired_limit_mb": "memory.wired_limit_mib"}
 """Earlier names of keys, in profiles, in the settings of earlier runs and as flags."""
+
+SHORT = {"model": "model.path", "dataset": "data.train"}
+"""Short names of flags, with their keys."""

@@ -6,6 +6,7 @@ import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from textwrap import fill
 from typing import Annotated, Any, Literal
 
@@ -15,10 +16,10 @@ from msgspec import Struct, inspect
 from clotho.settings.bounds import NonNegative, about
 from clotho.settings.keys import REQUIRED, TYPE, Key, Keys, Section, array_items, members_of, shown
 from protocols.errors import ProfileError, did_you_mean, visible
+from training_run.profile.aliases import SHORT
 from training_run.profile.keys import CHOICES, KEYS, PROFILE_KEYS, SECTIONS, SETTABLE, flag_of
-from training_run.profile.other_trainers import SHORT, accepted, advice
+from training_run.profile.other_words import ACCEPTED, ADVICE, understood
 from training_run.profile.program import program
-from training_run.profile.translation import Dialect, Given, announce_words, translate
 
 
 class Arguments(Struct, frozen=True, kw_only=True):
@@ -111,30 +112,26 @@ def parse_flags(argv: Sequence[str], own: Mapping[str, Key], command: str = "") 
 
     Flags of other trainers are replaced, and a line on standard error has the words for them. Raises ProfileError.
     """
-    try:
-        return parsed_flags(argv, own)
-    except ProfileError:
-        dialect = Dialect(
-            command=command, own=lambda one: _is_valid(one, own), problem=lambda words: problem_of(words, own)
-        )
-        translation = translate(argv, dialect)
-        if translation.words == tuple(argv):
-            raise
-    announce_words(translation.changed)
-    return parsed_flags(translation.words, own)
+    return understood(
+        argv,
+        lambda words: parsed_flags(words, own),
+        command=command,
+        own=lambda flag, values: _is_valid(flag, values, own),
+        problem=lambda words: problem_of(words, own),
+    )
 
 
 def _key_of(name: str, own: Mapping[str, Key]) -> Key | None:
     return own.get(name) or PROFILE_KEYS.named(SHORT.get(name, name))
 
 
-def _is_valid(one: Given, own: Mapping[str, Key]) -> bool:
+def _is_valid(flag: str, values: Sequence[str], own: Mapping[str, Key]) -> bool:
     """Whether a flag exists, and has no value that its key does not take."""
-    if (key := _key_of(one.name, own)) is None:
+    if (key := _key_of(flag[2:].replace("-", "_"), own)) is None:
         return False
     try:
-        for text in one.values if len(one.values) == 1 else ():
-            _value(key, text, one.flag)
+        for text in values if len(values) == 1 else ():
+            _value(key, text, flag)
     except ProfileError:
         return False
     return True
@@ -182,7 +179,7 @@ def _target(flag: str, before: list[str], own: Mapping[str, Key]) -> Key:
             if last and _is(last, inspect.VarTupleType)
             else ""
         )
-        hint = advice(flag, flag_of) or repeat or "every setting is a flag, see --help"
+        hint = ADVICE.first(flag, flag_of) or repeat or "every setting is a flag, see --help"
         raise ProfileError(f"unexpected argument {visible(flag, 60)!r}: {hint}")
     if key := _key_of(name, own):
         return key
@@ -190,7 +187,8 @@ def _target(flag: str, before: list[str], own: Mapping[str, Key]) -> Key:
         raise ProfileError(f"{visible(flag, 60)}: {lacking}")
     table = name.rpartition(".")[0]
     hint = f"did you mean {flag_of(table)}?" if table in SETTABLE else ""
-    hint = hint or PROFILE_KEYS.suggestion(name, [*SETTABLE, *own, *SHORT, *(() if table else accepted())], flag_of)
+    known = [*SETTABLE, *own, *SHORT, *(() if table else chain(*ACCEPTED()))]
+    hint = hint or PROFILE_KEYS.suggestion(name, known, flag_of)
     raise ProfileError(f"unknown flag {visible(flag, 60)}; {hint}")
 
 

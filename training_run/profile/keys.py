@@ -8,15 +8,15 @@ from typing import Any
 from clotho.settings.keys import TYPE, Keys
 from training_run.profile import aliases
 from training_run.profile.mounted import SETTINGS, absent_keys, with_attachments
-from training_run.profile.other_trainers import advice, planned
+from training_run.profile.other_words import ADVICE, PLANNED
 from training_run.profile.schema import Profile
 
 PROFILE_KEYS = Keys(
     with_attachments(Profile),
     mounted=SETTINGS,
     absent=absent_keys(),
-    advice=advice,
-    planned=planned,
+    advice=ADVICE.first,
+    planned=lambda key, value: PLANNED.first(key, value) or "",
     other_names=aliases.KEYS,
 )
 

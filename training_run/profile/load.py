@@ -15,7 +15,7 @@ import tomli_w
 from msgspec import Struct
 
 from clotho.data.records import is_hub_dataset
-from clotho.extension import TableDoor
+from clotho.extension import TableDoor, needs
 from clotho.settings.keys import array_items, is_default, shown
 from clotho.settings.layers import COMMAND_LINE, Layer, Merged, decode_merged, flatten_table, merge_layers
 from clotho.settings.model import FullMethod
@@ -23,10 +23,10 @@ from clotho.settings.mounted import PathKind
 from clotho.storage.atomic_files import replace_file
 from protocols.errors import ProfileError, did_you_mean, visible
 from training_run.profile.aliases import PROFILE_NAMES
-from training_run.profile.earlier_profiles import EARLIER, YAML, import_profile, with_recorded_scale
 from training_run.profile.generators import prefix_of, rewards_of
 from training_run.profile.keys import CHOICES, PROFILE_KEYS, SECTIONS, SETTABLE
 from training_run.profile.mounted import SETTINGS, with_attachments
+from training_run.profile.other_words import IMPORTED, YAML
 from training_run.profile.program import announce
 from training_run.profile.rules import first_complaint
 from training_run.profile.schema import Profile
@@ -121,13 +121,24 @@ def file_layers(path: Path, above: tuple[Path, ...] = ()) -> list[Layer]:
     return [*file_layers(profile_path(base, path), (*above, path)), layer] if base else [layer]
 
 
+def with_recorded_scale(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a file with the adapter's scale of 10, if version 0.2.0 recorded them without one.
+
+    A run records every key that has a value. In 0.2.0 neither scale nor alpha had one by default.
+    """
+    recorded = {"policy.method.scaling", "queues.reports"} <= values.keys()
+    stated = {"policy.method.scale", "policy.method.alpha"} & values.keys()
+    return {"policy.method.scale": 10.0, **values} if recorded and not stated else values
+
+
 def read_toml(path: Path, label: str) -> dict[str, Any]:
     """Read a TOML file; that of another trainer is converted. Raises ProfileError if it cannot be read or parsed."""
     text = read_text(path, label)
-    if path.suffix in YAML or EARLIER.search(text):
-        found = import_profile(text, label)
+    if (found := IMPORTED.first(text, label)) is not None:
         announce(*(f"{label}: not carried over: {sentence}" for sentence in found.left))
         return {"extends": found.extends, **found.settings}
+    if path.suffix in YAML:
+        raise ProfileError(f"{label}: YAML {needs('migration')}")
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError, MemoryError) as error:

@@ -40,6 +40,12 @@ def program() -> str:
     return f"python {shlex.quote(script)}" if os.path.basename(script) == "pipeline.py" else "clotho"
 
 
+def announce_words(words: Sequence[str]) -> None:
+    """Print the words that replaced others."""
+    if words:
+        announce(f"in the words of Clotho: {shlex.join(words)}")
+
+
 def announce(*remarks: str) -> None:
     """Print each remark on one line of standard error. The text can quote input."""
     for remark in remarks:

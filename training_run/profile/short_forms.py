@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from protocols.errors import ProfileError, did_you_mean, visible
 from protocols.sampling import POLICY
 from training_run.profile.keys import CHOICES, KEYS
+from training_run.profile.program import announce_words
 from training_run.profile.rules import PREFERENCES
-from training_run.profile.translation import announce_words
 
 DISTILL, TEACHER = "distill", "distillation.teacher"
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from attachments.migration.earlier_profiles import import_profile
+from attachments.migration.other_trainers import by_name
 from protocols.errors import ProfileError
 from training_run.__main__ import main
-from training_run.profile.earlier_profiles import import_profile
 from training_run.profile.load import load_profile
-from training_run.profile.other_trainers import by_name
 
 ATROPOS_RUN = """
 [server]

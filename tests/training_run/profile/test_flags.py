@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from attachments.migration.other_trainers import by_name
 from clotho.settings.keys import REQUIRED, Key
 from clotho.settings.learner import LossKLPenalty
 from clotho.settings.objectives import Grpo, PpoDecoupled, TruncateCorrection
@@ -14,7 +15,6 @@ from training_run.profile.aliases import KEYS
 from training_run.profile.flags import Arguments, parse_arguments
 from training_run.profile.keys import CHOICES, PROFILE_KEYS, SETTABLE, flag_of
 from training_run.profile.load import flatten, load_profile
-from training_run.profile.other_trainers import by_name
 
 TABLES = (
     "[{name = 'a', factory = 'a.b:C', mode = 'tap', at = 'scored'}]",

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attachments.migration.other_trainers import by_name
 from protocols.errors import ProfileError
 from training_run.__main__ import main
+from training_run.profile.aliases import SHORT
 from training_run.profile.flags import COMMON, OWN, help_text, parse_arguments
 from training_run.profile.keys import KEYS, SETTABLE
 from training_run.profile.load import MAX_BYTES, MAX_FILES, PROFILES, load_profile, resolved_toml
-from training_run.profile.other_trainers import SHORT, by_name
 from training_run.profile.schema import Profile
 
 HOSTILE = "\x1b[2J\u202e\x00\n"

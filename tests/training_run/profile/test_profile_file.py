@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from attachments.reasoning_gym.sections import TABLES, GymSection
+from clotho.extension import Door
 from clotho.settings.learner import AdamW, AverageReference, ConstantSchedule, Lion, Muon, RewardKLPenalty
 from clotho.settings.model import Dora, Lora
 from clotho.settings.objectives import (
@@ -439,3 +440,14 @@ def test_options_of_own_actors_return_from_toml(here: Path) -> None:
     assert profile.actors[0].options["deep"]["list"] == [1, 2.5, "x"]
     assert load_profile(written(here, resolved_toml(profile))) == profile
     assert load_profile(written(here, changed_toml(profile))) == profile
+
+
+def test_a_file_of_another_trainer_needs_the_attachment_that_converts_it(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it, YAML is refused by the name of the attachment, and not as TOML that is not valid."""
+    (here / "lora.yaml").write_text("iters: 3\n", encoding="utf-8")
+    assert load_profile("lora.yaml").steps == 3
+    monkeypatch.setattr("training_run.profile.load.IMPORTED", Door("attachment.no_such_door"))
+    with pytest.raises(ProfileError, match="'migration'"):
+        load_profile("lora.yaml")

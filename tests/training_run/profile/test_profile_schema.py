@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from protocols.errors import ProfileError
+from training_run.profile.aliases import SHORT
 from training_run.profile.flags import COMMON, default_in_words, help_text
 from training_run.profile.keys import CHOICES, KEYS, PROFILE_KEYS, SECTIONS, SETTABLE, flag_of
 from training_run.profile.mounted import with_attachments
-from training_run.profile.other_trainers import SHORT
 from training_run.profile.schema import Profile
 
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct, structs
 
+from attachments.migration.other_trainers import SYSTEMS, VALUE, Row, as_text, by_name, table, used_by
 from protocols.errors import ProfileError, visible
-from training_run.profile.other_trainers import SYSTEMS, VALUE, Row, as_text, by_name, table, used_by
-from training_run.profile.program import announce, program
+from training_run.profile.program import announce_words, program
 
 
 class Given(Struct, frozen=True, kw_only=True):
@@ -188,8 +188,8 @@ def _giving_way(flags: Sequence[str], words: Sequence[str]) -> list[str]:
     return [word for one in split(flags) if not {one.flag, "--profile"} & there for word in one.words]
 
 
-def replaced_program(argv: Sequence[str], problem: Callable[[Sequence[str]], str]) -> list[str]:
-    """The command line of an earlier program in the words of Clotho; any other command line as it is.
+def replaced_program(argv: Sequence[str], problem: Callable[[Sequence[str]], str]) -> list[str] | None:
+    """The command line of an earlier program in the words of Clotho; None for any other command line.
 
     problem: as in `Dialect`, for the flags of a run. Words before the program, such as `uv run` and `python -m`, are
     dropped. Raises ProfileError for a program that Clotho does not replace, and as `translate`.
@@ -199,7 +199,7 @@ def replaced_program(argv: Sequence[str], problem: Callable[[Sequence[str]], str
     names = {one.name: one for one in table().program}
     number = next((number for number, word in enumerate(words) if word in names), None)
     if number is None:
-        return list(argv)
+        return None
     there = names[words[number]]
     if there.new is None:
         raise ProfileError(f"{there.name} is no program of Clotho; {there.note}")
@@ -215,9 +215,3 @@ def replaced_program(argv: Sequence[str], problem: Callable[[Sequence[str]], str
     words = [*filter(None, [there.command]), *found.words]
     announce_words(words)
     return words
-
-
-def announce_words(words: Sequence[str]) -> None:
-    """Print the words that replaced others."""
-    if words:
-        announce(f"in the words of Clotho: {shlex.join(words)}")

@@ -12,16 +12,16 @@ from rich.console import Console
 
 from attachments.files import convert as conversion
 from attachments.files import merge, show
+from attachments.migration.other_trainers import EARLIER, SYSTEMS, VALUE, Row, by_name, table
+from attachments.migration.tests.earlier_command_lines import LINES, Documented
 from attachments.migration.tests.test_migration import ATROPOS_RUN, LOCAL_RUN, LORA_CONFIG
+from attachments.migration.translation import Given, replaced_program
 from protocols.errors import ProfileError
-from tests.training_run.profile.earlier_command_lines import LINES, Documented
 from tests.training_run.profile.test_flags import example
 from training_run.profile.command_profiles import load_serving
 from training_run.profile.flags import parse_arguments, problem_of
 from training_run.profile.keys import PROFILE_KEYS
 from training_run.profile.load import load_profile
-from training_run.profile.other_trainers import EARLIER, SYSTEMS, VALUE, Row, by_name, table
-from training_run.profile.translation import Given, replaced_program
 
 WHOLE = "the whole command line: clotho "
 
@@ -55,7 +55,8 @@ def start(words: Sequence[str]) -> None:
 
 def paste(words: Sequence[str]) -> None:
     """Read a command line of an earlier program as the program does. Raises ProfileError."""
-    start(replaced_program(words, problem_of))
+    found = replaced_program(words, problem_of)
+    start(words if found is None else found)
 
 
 def refusal(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -1,4 +1,4 @@
-"""Files of other trainers as profiles, TOML of mlx_parallm and YAML of mlx_lm.lora, and profiles of version 0.2.0."""
+"""Files of other trainers as profiles: TOML of mlx_parallm and YAML of mlx_lm.lora."""
 
 from __future__ import annotations
 
@@ -8,36 +8,18 @@ import shlex
 import tomllib
 from typing import Any
 
-from msgspec import Struct
-
+from attachments.migration.other_trainers import SYSTEMS, VALUE, as_text
+from attachments.migration.translation import Dialect, Given, Line
 from protocols.errors import ProfileError, visible
 from training_run.profile.flags import parsed_flags
 from training_run.profile.keys import by_path
-from training_run.profile.other_trainers import SYSTEMS, VALUE, as_text
-from training_run.profile.translation import Dialect, Given, Line
+from training_run.profile.other_words import YAML, ImportedProfile
 
 BASES, ATROPOS = {"mlx_parallm": "local-m3", "mlx_lm": "qwen3-m3"}, "atropos"
 """The shipped profiles that imported profiles extend: by system, and with an Atropos API server."""
 
-YAML = (".yaml", ".yml")
-"""The ends of the names of mlx-lm's files."""
-
-EARLIER = re.compile(r"^\s*\[rl_training\b", re.MULTILINE)
-"""What only files of the earlier system contain."""
-
 NULL_LINE = re.compile(r"^\s*[\w.-]+\s*=\s*null\s*(#.*)?$", re.MULTILINE)
 """A key without a value: the earlier system documents `null`, which is not valid TOML."""
-
-
-class ImportedProfile(Struct, frozen=True, kw_only=True):
-    """A converted file.
-
-    extends: the profile that it extends. settings: by key path. left: what is not carried over, one sentence each.
-    """
-
-    extends: str
-    settings: dict[str, Any]
-    left: tuple[str, ...]
 
 
 def import_profile(text: str, label: str) -> ImportedProfile:
@@ -89,13 +71,3 @@ def _read_yaml(text: str, label: str) -> dict[str, Any]:
     if not isinstance(table, dict) or not all(isinstance(name, str) for name in table):
         raise ProfileError(f"{label}: must have keys of mlx_lm.lora, such as `model: PATH`")
     return {name: value for name, value in by_path(table).items() if value is not None}
-
-
-def with_recorded_scale(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a file with the adapter's scale of 10, if version 0.2.0 recorded them without one.
-
-    A run records every key that has a value. In 0.2.0 neither scale nor alpha had one by default.
-    """
-    recorded = {"policy.method.scaling", "queues.reports"} <= values.keys()
-    stated = {"policy.method.scale", "policy.method.alpha"} & values.keys()
-    return {"policy.method.scale": 10.0, **values} if recorded and not stated else values

@@ -14,6 +14,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from training_run.profile.aliases import SHORT
+
 SYSTEMS = {
     "trl": "TRL", "verl": "verl", "mlx_lm": "mlx-lm", "mlx_lm_lora": "mlx-lm-lora",
     "async_grpo": "train_async_grpo.py", "atropos": "Atropos's grpo.py", "mlx_grpo": "mlx-grpo",
@@ -23,9 +25,6 @@ SYSTEMS = {
 
 EARLIER = ("async_grpo", "atropos", "mlx_grpo", "mlx_parallm")
 """The systems that Clotho supersedes."""
-
-SHORT = {"model": "model.path", "dataset": "data.train"}
-"""Short names of flags, with their keys."""
 
 VALUE = "VALUE"
 """The word of a replacement for a value that does not carry over."""
