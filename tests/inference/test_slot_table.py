@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import mlx.core as mx
+import numpy as np
 
 from clotho.inference.batch import SlotTable
 from clotho.inference.rows import RowAdapter
@@ -48,3 +49,21 @@ def test_the_adapters_of_the_slots_change_only_if_a_row_needs_it() -> None:
     assert table.adapters() == [one, other, other, None]
     table.take([3, 0])
     assert table.adapters() == [None, one]
+
+
+def test_the_tokens_of_a_slot_have_the_version_of_its_adapter_or_of_the_policy() -> None:
+    """Also with version 0. An adapter that changes under its rows is read again; a free slot has none."""
+    table = SlotTable(frozenset(), 4)
+    table.grow(4)
+    used = row(EmptyAdapter(version=3), 1)
+    for slot, one in enumerate((used, row(EmptyAdapter(version=0), 2), row(None, 3))):
+        table.enter(slot, one, 0, 0, 8)
+    slots, before = np.arange(4), table.adapters()
+    assert table.versions(slots, 7).tolist() == [3, 0, 7, 7]
+    used.active.adapter = EmptyAdapter(version=5)
+    assert table.adapters() is before
+    table.adapters_changed()
+    assert table.versions(slots, 7).tolist() == [5, 0, 7, 7]
+    assert table.adapters()[0] is used.active.adapter
+    table.leave(0)
+    assert table.versions(slots, 7).tolist() == [7, 0, 7, 7]

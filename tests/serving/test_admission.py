@@ -50,18 +50,20 @@ async def test_a_request_that_waits_too_long_for_admission_is_a_503() -> None:
         assert request.answer_seconds == 7.0
 
 
-def test_a_full_queue_takes_requests_of_clients_with_less_than_an_equal_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One client cannot keep others out of the queue; a queue of twice the size takes none."""
+@pytest.mark.parametrize(
+    ("free", "waiting", "client", "is_full"),
+    [
+        (0, "mmm", "m", False), (0, "mmmm", "m", True), (0, "mmmm", "a", False), (1, "mmmm", "m", False),
+        (0, "mmmma", "a", True), (0, "mmmma", "b", False), (0, "mmmmabc", "d", True),
+        (0, "mmmmmmm", "a", False), (0, "mmmmmmmm", "a", True), (1, "mmmmmmmm", "a", False),
+    ],
+)  # fmt: skip
+def test_a_full_queue_takes_requests_of_clients_with_less_than_an_equal_part(
+    monkeypatch: pytest.MonkeyPatch, free: int, waiting: str, client: str, is_full: bool
+) -> None:
+    """Of a queue for four, one client cannot keep others out; one of eight takes none. A letter is a request."""
     monkeypatch.setattr(limits, "MAX_QUEUED_REQUESTS", 4)
-    limit = limits.ConcurrencyLimit(0)
-    many, *others = (Client(name=str(number), arrived=0.0) for number in range(9))
-    assert not limit.is_full(many)
-    for _ in range(4):
-        limit._queue.put(many.name, anyio.Event(), 1.0)
-    assert limit.is_full(many)
-    for client in others[:3]:
-        assert not limit.is_full(client)
-        limit._queue.put(client.name, anyio.Event(), 1.0)
-    assert limit.is_full(others[0])
-    limit._queue.put(many.name, anyio.Event(), 1.0)
-    assert limit.is_full(others[7])
+    limit = limits.ConcurrencyLimit(free)
+    for name in waiting:
+        limit._queue.put(name, anyio.Event(), 1.0)
+    assert limit.is_full(Client(name=client, arrived=0.0)) == is_full
