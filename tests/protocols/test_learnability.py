@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -10,8 +10,14 @@ import pytest
 from clotho.inference.sampling import validate
 from clotho.settings.engine import SamplingSection
 from protocols.errors import ProfileError, RequestError
-from protocols.learnability import MIN_LEARNABLE_TEMPERATURE, require_learnable, unlearnable, unlearnable_reason
-from protocols.sampling import MAX_SUPPORT, SampleRequest, Sampling, in_use
+from protocols.learnability import (
+    MIN_LEARNABLE_TEMPERATURE,
+    require_learnable,
+    unlearnable,
+    unlearnable_completion,
+    unlearnable_reason,
+)
+from protocols.sampling import MAX_SUPPORT, Completion, SampleRequest, Sampling, in_use
 from training_run.profile.rules import learnable_distribution
 from training_run.profile.schema import Profile
 
@@ -67,3 +73,28 @@ def test_the_engine_records_every_support_that_the_learner_can_evaluate() -> Non
                 assert refused
             else:
                 assert not refused
+
+
+@pytest.mark.parametrize(
+    ("parameters", "recorded", "biased", "learnable"),
+    [
+        ({}, False, (), True),
+        ({"top_k": 4}, True, (), True),
+        ({"top_k": 4}, False, (), False),
+        ({"logit_bias": ((1, 2.0), (3, -1.0))}, False, ((3, -1.0), (1, 2.0)), True),
+        ({"logit_bias": ((1, 2.0),)}, False, (), False),
+        ({}, False, ((1, 2.0),), False),
+    ],
+)
+def test_a_completion_is_learnable_with_its_supports_and_the_bias_of_the_run(
+    parameters: dict[str, Any], recorded: bool, biased: tuple[tuple[int, float], ...], learnable: bool
+) -> None:
+    """The order of the bias is free. A grammar makes every completion unlearnable."""
+    sampling = Sampling(**parameters)
+    assert (unlearnable_reason(sampling, support_recorded=recorded, logit_bias=biased) == "") == learnable
+    supports = ((1, 2),) if recorded else ()
+    done = Completion(tokens=(1,), logprobs=(-1.0,), versions=(0,), text="", finish_reason="stop", supports=supports)
+    for constraint in (None, cast(Any, object())):
+        request = SampleRequest(prompt=(1,), sampling=sampling, seeds=(0,), constraint=constraint)
+        reason = unlearnable_completion(request, done, logit_bias=biased)
+        assert (reason == "") == (learnable and constraint is None)
