@@ -1,6 +1,7 @@
 """Requests of Tinker's API, with the names of the SDK. Path and query of a request are fields too.
 
-Requests that sample or train refuse unknown fields, because a setting without effect would be silent. Answers are
+Requests with few fields are the arguments of the methods that answer them. Requests that sample or train refuse unknown
+fields, because a setting without effect would be silent. Answers are
 objects of JSON, which the methods make that answer.
 """
 
@@ -19,11 +20,9 @@ Answer = Mapping[str, Any]
 Name = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")]
 Ttl = Annotated[int, Meta(ge=1)]
 Best = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+Offset = Annotated[int, Meta(ge=0)]
+Limit = Annotated[int, Meta(ge=0, le=1000)]
 Metadata = dict[str, Any]
-
-
-class Empty(Struct, frozen=True, kw_only=True):
-    """A request without fields that matter."""
 
 
 class Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,18 +44,6 @@ class CreateSession(Struct, frozen=True, kw_only=True):
     tags: list[str] = []
     user_metadata: Metadata | None = None
     display_name: str | None = None
-
-
-class OfSession(Struct, frozen=True, kw_only=True):
-    """A request that concerns a session."""
-
-    session_id: str
-
-
-class OfSampler(Struct, frozen=True, kw_only=True):
-    """A request that concerns a sampling session."""
-
-    sampler_id: str
 
 
 class OfFuture(Struct, frozen=True, kw_only=True):
@@ -235,34 +222,10 @@ class SampleCall(NumberedCall, frozen=True, kw_only=True):
     record_stability_info: bool | None = None
 
 
-class Page(Struct, frozen=True, kw_only=True):
-    """A part of a list."""
-
-    offset: Annotated[int, Meta(ge=0)] = 0
-    limit: Annotated[int, Meta(ge=0, le=1000)] = 20
-
-
-class OfRun(Struct, frozen=True, kw_only=True):
-    """A request that concerns a training run."""
-
-    run_id: str
-
-
-class OfCheckpoint(OfRun, frozen=True, kw_only=True):
+class OfCheckpoint(Struct, frozen=True, kw_only=True):
     """A request that concerns a checkpoint."""
 
+    run_id: str
     kind: str
     name: str
     ttl_seconds: Ttl | None = None
-
-
-class WeightsInfo(Struct, frozen=True, kw_only=True):
-    """A request for what is known of weights."""
-
-    tinker_path: str
-
-
-class CopyWeights(Struct, frozen=True, kw_only=True):
-    """A request for a copy of a checkpoint."""
-
-    source_path: str

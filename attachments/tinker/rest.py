@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import anyio
 from msgspec.structs import replace
 
-from attachments.tinker import bodies
-from attachments.tinker.bodies import Answer
+from attachments.tinker.bodies import Answer, Limit, OfCheckpoint, Offset
 from attachments.tinker.service import MIB, TinkerService
 from attachments.tinker.store import SCHEME, TYPES, SavedCheckpoint, SavedRun, expiry
 from clotho.serving.auth import Client
@@ -29,10 +28,9 @@ def _iso(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def _page(call: bodies.Page, found: Sequence[T]) -> tuple[Sequence[T], Mapping[str, int]]:
+def _page(found: Sequence[T], offset: int, limit: int) -> tuple[Sequence[T], Mapping[str, int]]:
     """Return the part of a list that a request asks for, and where it is."""
-    cursor = {"offset": call.offset, "limit": call.limit, "total_count": len(found)}
-    return found[call.offset : call.offset + call.limit], cursor
+    return found[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(found)}
 
 
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="5">
@@ -49,14 +47,14 @@ class TinkerRest:
     def __init__(self, service: TinkerService) -> None:
         self._service, self._sessions, self._store = service, service.sessions, service.store
 
-    def runs(self, call: bodies.Page, client: Client) -> Answer:
+    def runs(self, client: Client, offset: Offset = 0, limit: Limit = 20) -> Answer:
         """List training runs."""
-        shown, cursor = _page(call, self._store.runs(client.owner))
+        shown, cursor = _page(self._store.runs(client.owner), offset, limit)
         return {"training_runs": [self._run(run) for run in shown], "cursor": cursor}
 
-    def run(self, call: bodies.OfRun, client: Client) -> Answer:
+    def run(self, run_id: str, client: Client) -> Answer:
         """Return a training run."""
-        return self._run(self._store.run(call.run_id, client.owner))
+        return self._run(self._store.run(run_id, client.owner))
 
     def _run(self, run: SavedRun) -> Answer:
         checkpoints = self._store.checkpoints(run.model_id)
@@ -86,59 +84,59 @@ class TinkerRest:
             "expires_at": _iso(one.expires) if one.expires else None,
         }
 
-    def checkpoints_of_run(self, call: bodies.OfRun, client: Client) -> Answer:
+    def checkpoints_of_run(self, run_id: str, client: Client) -> Answer:
         """List the checkpoints of a run."""
-        run = self._store.run(call.run_id, client.owner)
+        run = self._store.run(run_id, client.owner)
         return {"checkpoints": [self._checkpoint(one) for one in self._store.checkpoints(run.model_id)]}
 
-    def checkpoints(self, call: bodies.Page, client: Client) -> Answer:
+    def checkpoints(self, client: Client, offset: Offset = 0, limit: Limit = 20) -> Answer:
         """List the checkpoints of all runs."""
-        runs = self._store.runs(client.owner)
-        shown, cursor = _page(call, [one for run in runs for one in self._store.checkpoints(run.model_id)])
+        found = [one for run in self._store.runs(client.owner) for one in self._store.checkpoints(run.model_id)]
+        shown, cursor = _page(found, offset, limit)
         return {"checkpoints": [self._checkpoint(one) for one in shown], "cursor": cursor}
 
-    def _named(self, call: bodies.OfCheckpoint, client: Client) -> SavedCheckpoint:
+    def _named(self, call: OfCheckpoint, client: Client) -> SavedCheckpoint:
         return self._store.find(f"{SCHEME}{call.run_id}/{call.kind}/{call.name}", client.owner)
 
-    async def delete(self, call: bodies.OfCheckpoint, client: Client) -> Answer:
+    async def delete(self, call: OfCheckpoint, client: Client) -> Answer:
         """Delete a checkpoint."""
         place = self._store.place(self._named(call, client))
         await anyio.to_thread.run_sync(lambda: shutil.rmtree(place))
         return {}
 
-    def set_ttl(self, call: bodies.OfCheckpoint, client: Client) -> Answer:
+    def set_ttl(self, call: OfCheckpoint, client: Client) -> Answer:
         """Change how long a checkpoint is kept."""
         self._store.change(replace(self._named(call, client), expires=expiry(call.ttl_seconds)))
         return {}
 
-    async def archive(self, call: bodies.OfCheckpoint, client: Client) -> tuple[str, bytes]:
+    async def archive(self, call: OfCheckpoint, client: Client) -> tuple[str, bytes]:
         """Return the name and the content of the archive of a checkpoint."""
         found = self._named(call, client)
         return f"{found.name}.tar.gz", await anyio.to_thread.run_sync(lambda: self._store.archive(found))
 
-    def weights_info(self, call: bodies.WeightsInfo, client: Client) -> Answer:
+    def weights_info(self, tinker_path: str, client: Client) -> Answer:
         """Return the shape of the adapter of a checkpoint."""
-        run = self._store.run(self._store.find(call.tinker_path, client.owner).run, client.owner)
+        run = self._store.run(self._store.find(tinker_path, client.owner).run, client.owner)
         names = ("train_unembed", "train_mlp", "train_attn")
         shape: dict[str, Any] = {name: getattr(run.lora, name) for name in names}
         return {"base_model": run.base_model, "is_lora": True, "lora_rank": run.lora.rank, **shape}
 
-    async def copy_weights(self, call: bodies.CopyWeights, client: Client) -> Answer:
+    async def copy_weights(self, source_path: str, client: Client) -> Answer:
         """Copy a checkpoint to a run of its own, which nobody trains."""
-        source = self._store.find(call.source_path, client.owner)
+        source = self._store.find(source_path, client.owner)
         run = self._store.run(source.run, client.owner)
         target = replace(run, model_id=f"copy-{time.time_ns():x}:train:0", owner=client.owner, created=time.time())
         copied = await anyio.to_thread.run_sync(lambda: self._store.copy(source, target))
         return {"tinker_path": copied.path}
 
-    def sessions(self, call: bodies.Page, client: Client) -> Answer:
+    def sessions(self, client: Client, offset: Offset = 0, limit: Limit = 20) -> Answer:
         """List the sessions that are open."""
-        shown, _ = _page(call, self._sessions.open(client.owner))
+        shown, _ = _page(self._sessions.open(client.owner), offset, limit)
         return {"sessions": [one.session_id for one in shown]}
 
-    def session(self, call: bodies.OfSession, client: Client) -> Answer:
+    def session(self, session_id: str, client: Client) -> Answer:
         """Return what a session has made."""
-        found = self._sessions.get(call.session_id, client)
+        found = self._sessions.get(session_id, client)
         made = {"training_run_ids": list(found.models), "sampler_ids": found.samplers}
         return {**made, "user_metadata": found.fields.user_metadata, "display_name": found.fields.display_name}
 

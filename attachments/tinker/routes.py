@@ -7,11 +7,11 @@ from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from functools import cache, partial
-from inspect import isawaitable
+from inspect import isawaitable, signature
 from operator import attrgetter
 from typing import Any, get_type_hints
 
-from msgspec import structs
+from msgspec import defstruct, structs
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
@@ -33,8 +33,11 @@ POLL_SECONDS = 20.0
 
 @cache
 def _read_as(method: Callable[..., Any]) -> Any:
-    """Return the type of the argument `call`."""
-    return get_type_hints(method)["call"]
+    """Return the type of a method's requests: that of its argument `call`, or one with its arguments as fields."""
+    hints, given = get_type_hints(method, include_extras=True), signature(method).parameters.values()
+    fields = [(one.name, hints[one.name], *([] if one.default is one.empty else [one.default])) for one in given]
+    own: Any = [field for field in fields if field[0] != "client"]
+    return hints.get("call") or defstruct(method.__name__, own, frozen=True, kw_only=True)
 
 
 def _answer(found: bodies.Answer, status: int = 200) -> Response:
@@ -59,14 +62,16 @@ class TinkerRoutes:
     async def call(self, http: Request, *, by: str, counts: bool = False) -> Response:
         """Answer by a method of `service` or of `rest`. counts: in the quota of the client."""
         method, client = attrgetter(by)(self), client_of(http.scope)
-        call = await self._read(http, _read_as(method))
+        kind = _read_as(method)
+        call = await self._read(http, kind)
+        given = {"call": call} if kind.__module__ == bodies.__name__ else structs.asdict(call)
         with client.request() if counts else nullcontext():
-            found = method(call, client)
+            found = method(**given, client=client)
         return _answer(await found if isawaitable(found) else found)
 
     async def constant(self, http: Request, *, found: bodies.Answer) -> Response:
         """Serve a route with one answer. A body is read, and not kept."""
-        await self._read(http, bodies.Empty)
+        await self._read(http, dict[str, Any])
         return _answer(found)
 
     async def refused(self, _: Request, *, advice: str) -> Response:

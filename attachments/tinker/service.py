@@ -105,7 +105,7 @@ class TinkerService:
             self._learn(session, 1.0, model.release)
         session.models.clear()
 
-    def config(self, call: bodies.Empty, client: Client) -> Answer:
+    def config(self, client: Client) -> Answer:
         """Return what clients do. Chunks of data arrive one after the other, and are small enough for one body."""
         return {
             "fwdbwd_max_chunk_bytes_count": int(CHUNK_SHARE * self.context.settings.max_body_bytes),
@@ -113,7 +113,7 @@ class TinkerService:
             **dict.fromkeys(("parallel_fwdbwd_chunks", "proto_compress_fwdbwd"), False),
         }
 
-    def get_server_capabilities(self, call: bodies.Empty, client: Client) -> Answer:
+    def get_server_capabilities(self, client: Client) -> Answer:
         """Return the names of the base model."""
         shared = {"max_context_length": self.context.context_length, "trainable": True, "sampleable": True}
         return {"supported_models": [{"model_name": name, **shared} for name in self.names]}
@@ -122,14 +122,14 @@ class TinkerService:
         """Begin a session."""
         return {"type": "create_session", "session_id": self.sessions.create(client, call).session_id}
 
-    def session_heartbeat(self, call: bodies.OfSession, client: Client) -> Answer:
+    def session_heartbeat(self, session_id: str, client: Client) -> Answer:
         """Let a session live on; status 410 ends the client's heartbeats."""
-        self.sessions.get(call.session_id, client)
+        self.sessions.get(session_id, client)
         return {"type": "session_heartbeat"}
 
-    def finish(self, call: bodies.OfSession, client: Client) -> Answer:
+    def finish(self, session_id: str, client: Client) -> Answer:
         """End a session."""
-        self.sessions.end(self.sessions.get(call.session_id, client), "its client has finished it")
+        self.sessions.end(self.sessions.get(session_id, client), "its client has finished it")
         return {}
 
     def get_info(self, call: bodies.OfModel, client: Client) -> Answer:
@@ -317,9 +317,9 @@ class TinkerService:
         found = self.samplers.add(session, number, name, None if path is None else adapter, path or "")
         return {"type": "create_sampling_session", "sampling_session_id": found.sampler_id}
 
-    def sampler(self, call: bodies.OfSampler, client: Client) -> Answer:
+    def sampler(self, sampler_id: str, client: Client) -> Answer:
         """Return what a sampling session samples from."""
-        found = self.samplers.get(call.sampler_id, client)
+        found = self.samplers.get(sampler_id, client)
         return {"sampler_id": found.sampler_id, "base_model": found.base_model, "model_path": found.path or None}
 
     def asample(self, call: bodies.SampleCall, client: Client) -> Answer:
@@ -342,9 +342,9 @@ class TinkerService:
         del session.models[call.model_id]
         return promise
 
-    def cancel_future(self, call: bodies.OfFuture, client: Client) -> Answer:
+    def cancel_future(self, request_id: str, client: Client) -> Answer:
         """Stop a request."""
-        self.sessions.cancel(call.request_id, client)
+        self.sessions.cancel(request_id, client)
         return {}
 
 
