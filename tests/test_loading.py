@@ -137,7 +137,7 @@ def test_a_run_loads_few_modules_and_handlers_when_they_are_requested(tmp_path: 
     """
     found = loaded(tmp_path, *SMALL_RUN)
     assert found.unprepared == []
-    assert_few(found.files, modules=246, lines=43_350)
+    assert_few(found.files, modules=240, lines=41_900)
     used = used_attachments(found.files)
     assert used.keys() == USED
     assert sum(used.values()) <= 7_600

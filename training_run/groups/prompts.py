@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
@@ -22,9 +23,11 @@ from protocols.prompt import Problem, Prompt, group_seed
 from protocols.summary import DatasetReport, PromptReport
 from training_run.groups.order import HeldOutSplit, ProblemOrder, split_heldout
 from training_run.groups.rendering import CHECKED, Rendered, Renderer, Say
-from training_run.profile.command_profiles import EvaluationProfile
 from training_run.profile.generators import Generators, epoch_weights, prefix_of
 from training_run.profile.schema import Profile
+
+if TYPE_CHECKING:
+    from training_run.profile.command_profiles import EvaluationProfile
 
 DEFAULT_SPLIT = "train"
 """Default of `data.train_split`; a file, which has no splits, accepts no other."""

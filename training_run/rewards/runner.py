@@ -37,11 +37,11 @@ from training_run.profile.data import RewardSection
 from training_run.profile.schema import Profile
 from training_run.rewards.calls import AsyncCaller, Caller, ModelCaller, ModelReward, WorkerLoop
 from training_run.rewards.overlong import OVERLONG, Overlong
-from training_run.rewards.worker_pool import WorkerPool
-from training_run.rewards.worker_process import NewWorker, ProcessFunction, new_process
 
 if TYPE_CHECKING:
     from clotho.lanes.compute_thread import Compute
+    from training_run.rewards.worker_pool import WorkerPool
+    from training_run.rewards.worker_process import NewWorker
 
 log = structlog.get_logger(__name__)
 
@@ -62,12 +62,13 @@ class GroupCaller(Protocol):
 class _Component(Struct, frozen=True, kw_only=True):
     """A reward function of the profile. caller: None for built-in functions in threads, which share one call.
 
-    reward: the function, if it runs in threads.
+    reward: the function, if it runs in threads. pool: its workers, if it runs in processes.
     """
 
     section: RewardSection
     caller: GroupCaller | None
     reward: Reward | None = None
+    pool: WorkerPool | None = None
 
     @property
     def name(self) -> str:
@@ -77,9 +78,8 @@ class _Component(Struct, frozen=True, kw_only=True):
     @property
     def group(self) -> GroupParameters | None:
         """The parameters of a function of a group, if the function is loaded."""
-        if isinstance(self.caller, WorkerPool):
-            return self.caller.group
-        return self.reward.group if self.reward else None
+        function = self.pool or self.reward
+        return function.group if function else None
 
     def applies_to(self, problem_type: str) -> bool:
         """Whether the function scores problems of this type."""
@@ -277,6 +277,9 @@ class RewardRunner:
             max_steps=self._max_steps,
         )
         if runs_in_process(section):
+            from training_run.rewards.worker_pool import WorkerPool  # most rewards need no processes
+            from training_run.rewards.worker_process import ProcessFunction, new_process
+
             if section.name not in built_in():
                 split_name(section.name)
             memory_bytes = (section.memory_limit_mb or DEFAULT_MEMORY_MB) * 2**20
@@ -287,7 +290,7 @@ class RewardRunner:
                 new_worker=self._workers.get(section.where, new_process),
             )
             self._pools.append(pool)
-            return _Component(section=section, caller=pool)
+            return _Component(section=section, caller=pool, pool=pool)
         found = built_in().get(section.name)
         if found is not None and found.computes:
             model: ModelReward = provided(found.load)(options)

@@ -10,7 +10,6 @@ import numpy as np
 from clotho.models.parameters import as_parameters, fingerprint, flat, nested
 from clotho.models.policy import Policy
 from clotho.storage.adapters import TENSORS, read_adapter_config, tensor_problems, unpad_ranks
-from clotho.storage.adapters import read_adapter as read_own_adapter
 from clotho.storage.atomic_files import digest_file
 from clotho.storage.tensors import read_tensors
 from protocols.checkpoint import AdapterConfig, Origin
@@ -83,12 +82,6 @@ def publish_initial(policy: Policy, initial: InitialAdapter) -> None:
     if problems := tensor_problems(arrays, expected):
         raise ModelError(f"{KEY}: {initial.path} does not fit the policy: {listed(problems)}")
     tree = nested(arrays)
-    policy.publish(tree, version=0, step=0, fingerprint=fingerprint(tree))
-
-
-def publish_first_checkpoint(policy: Policy, path: Path) -> None:
-    """Serve the weights of the checkpoint of step 0 as version 0, in a compute thread. Raises CheckpointError."""
-    tree = read_own_adapter(path, policy.trainable(), policy.adapter_config)
     policy.publish(tree, version=0, step=0, fingerprint=fingerprint(tree))
 
 

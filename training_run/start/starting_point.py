@@ -17,9 +17,10 @@ from msgspec.structs import replace
 
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.models.machine import random_state, restore_random_state
+from clotho.models.parameters import fingerprint
 from clotho.models.policy import Policy
 from clotho.settings.model import FullMethod
-from clotho.storage.adapters import TENSORS, read_adapter_config
+from clotho.storage.adapters import TENSORS, read_adapter, read_adapter_config
 from clotho.storage.atomic_files import digest_file, replace_file
 from clotho.training.update import PolicyLearner
 from protocols.accounting import LedgerState
@@ -78,6 +79,12 @@ class Fork(NamedTuple):
 
     checkpoint: Checkpoint
     warnings: tuple[str, ...] = ()
+
+
+def publish_first_checkpoint(policy: Policy, path: Path) -> None:
+    """Serve the weights of the checkpoint of step 0 as version 0, in a compute thread. Raises CheckpointError."""
+    tree = read_adapter(path, policy.trainable(), policy.adapter_config)
+    policy.publish(tree, version=0, step=0, fingerprint=fingerprint(tree))
 
 
 def publish_fork(policy: Policy, path: Path) -> Fork:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 from anyio.to_thread import run_sync
@@ -49,16 +49,17 @@ from training_run.records.evaluation_history import RunHistory, read_history
 from training_run.records.findings import RunFindings
 from training_run.records.remedies import RunCommands
 from training_run.rewards.runner import RewardRunner, expectations, rewards_of
-from training_run.rewards.worker_process import NewWorker
 from training_run.run import RunContext
 from training_run.stages import recorded_profile
-from training_run.start.initial_adapter import publish_first_checkpoint, publish_initial, read_initial
 from training_run.start.preflight import require_importable, start_findings, write_findings
-from training_run.start.starting_point import Fork, begin, publish_fork, restore_learner
+from training_run.start.starting_point import Fork, begin, publish_first_checkpoint, publish_fork, restore_learner
 from training_run.start.warmup_step import run_warmup_step
 from training_run.supervision.latest import Latest
 from training_run.supervision.watchdog import StartupWatch
 from training_run.update_values import TokenRecord, UpdateKl
+
+if TYPE_CHECKING:
+    from training_run.rewards.worker_process import NewWorker
 
 log = structlog.get_logger(actor="pipeline")
 
@@ -242,11 +243,11 @@ def _load_policy(plan: Plan, lane: Lane) -> LoadedPolicy:
     find_model(profile.model.path)
     starts_from_adapter = bool(profile.policy.adapter) and directory.fork is None
     from_checkpoint = starts_from_adapter and directory.resumed and INITIAL in checkpoint_steps(directory.checkpoints)
-    initial = (
-        read_initial(profile.policy.adapter, profile.model.path)
-        if starts_from_adapter and not from_checkpoint
-        else None
-    )
+    initial = None
+    if starts_from_adapter and not from_checkpoint:
+        from training_run.start.initial_adapter import publish_initial, read_initial  # the formats of adapters
+
+        initial = read_initial(profile.policy.adapter, profile.model.path)
     estimate = estimate_memory(profile.model, profile)
     limit_memory(estimate, profile.memory)
     keep_reference = isinstance(profile.learner.reference, BaseReference)
