@@ -213,10 +213,20 @@ def _value(key: Key, text: str, flag: str) -> Any:
                 value = tomllib.loads(f"value = {text}")["value"]
             value = json.loads(text) if value is text else value
         except (ValueError, RecursionError):
-            raise ProfileError(f"{flag} must be {key.allowed}, written as TOML or JSON, not {shown(text)}") from None
+            hint = _singular(key, text)
+            raise ProfileError(
+                f"{flag} must be {key.allowed}, written as TOML or JSON, not {shown(text)}{hint}"
+            ) from None
     value = [value] if items and not isinstance(value, list) else value
     custom = key.path == "learner.objective.type" and ":" in text
     return value if custom or array_items(key.shape) else PROFILE_KEYS.converted(key, value, flag, text=True)
+
+
+def _singular(key: Key, text: str) -> str:
+    """The end of a refusal that names the key of one word whose plural was given, such as `stage`; else empty."""
+    one = key.path.removesuffix("s")
+    takes = one != key.path and one in SETTABLE and not problem_of([flag_of(one), text], {})
+    return f"; did you mean {flag_of(one)} {text}?" if takes else ""
 
 
 def _is_named(key: Key) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from protocols.errors import ProfileError
 from tests.e2e.pipeline_process import (
     PROBLEMS,
     RunResult,
@@ -20,6 +21,7 @@ from tests.e2e.pipeline_process import (
     run,
 )
 from training_run.directory.run_directory import RunStage, open_run
+from training_run.profile.flags import parse_flags
 from training_run.profile.load import load_profile
 from training_run.profile.schema import Profile
 from training_run.stages import remaining, stages_of
@@ -222,3 +224,11 @@ def test_stages_that_cannot_work_are_refused(before: str, after: str, said: str,
     result = train(tmp_path / "run", profile, "--eval", "off")
     assert result.status == 2
     assert said in result.err
+
+
+@pytest.mark.parametrize(("text", "named"), [("rl", True), ("rlhf", False), ("[{kind", False)])
+def test_the_plural_of_the_flag_names_the_flag(text: str, *, named: bool) -> None:
+    """If the flag would take the value."""
+    with pytest.raises(ProfileError) as refused:
+        parse_flags(["--stages", text], {})
+    assert (f"--stage {text}" in str(refused.value)) is named
