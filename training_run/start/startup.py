@@ -127,8 +127,8 @@ def startup_watch(slow_seconds: float) -> StartupWatch:
     return StartupWatch(limit_seconds=slow_seconds, on_slow=_report_slow)
 
 
-def _report_slow(phase: str, seconds: float) -> None:
-    log.warning("start_takes_long", phase=phase, seconds=round(seconds), hint="interrupt to end the process")
+def _report_slow(phase: str, seconds: float, hint: str) -> None:
+    log.warning("start_takes_long", phase=phase, seconds=round(seconds), hint=hint)
 
 
 async def _build_context(
@@ -156,7 +156,8 @@ async def _build_context(
         ungraded = _require_correct_rewards(profile, held_out, rewards)
         inputs = await run_sync(_fingerprint_inputs, profile, loaded.dataset.fingerprint)
         preflight = await run_sync(start_findings, profile, policy.tokenizer, prompts.problems, ready.estimate)
-    with watch.phase("warmup step"):
+    slow = [f"{one.fact}; {one.advice}" for one in preflight if one.name in ("slow_blas", "slow_quantized")]
+    with watch.phase("warmup step", *slow[:1]):
         await finish(warmup)
     with watch.phase("checkpoint and histories"):
         fork, origin = ready.fork, ready.origin

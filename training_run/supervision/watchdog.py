@@ -73,28 +73,29 @@ class Watchdog:
 class StartupWatch:
     """Reports phases of the start that take long. Uses threads, because user code can block the event loop.
 
-    on_slow: called in a thread with the name of the phase and its seconds so far, every `limit_seconds` of a phase.
+    on_slow: called in a thread with the name of the phase, its seconds so far, and what to do, every `limit_seconds`
+    of a phase.
     """
 
     thread_name = "startup watch"
 
-    def __init__(self, *, limit_seconds: float, on_slow: Callable[[str, float], None]) -> None:
+    def __init__(self, *, limit_seconds: float, on_slow: Callable[[str, float, str], None]) -> None:
         self._limit, self._on_slow = limit_seconds, on_slow
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Watch the block."""
+    def phase(self, name: str, hint: str = "interrupt to end the process") -> Iterator[None]:
+        """Watch the block. hint: what to do if it takes long."""
         ended = threading.Event()
-        threading.Thread(target=self._watch, args=(name, ended), name=self.thread_name, daemon=True).start()
+        threading.Thread(target=self._watch, args=(name, hint, ended), name=self.thread_name, daemon=True).start()
         try:
             yield
         finally:
             ended.set()
 
-    def _watch(self, name: str, ended: threading.Event) -> None:
+    def _watch(self, name: str, hint: str, ended: threading.Event) -> None:
         began = time.monotonic()
         while not ended.wait(self._limit):
-            self._on_slow(name, time.monotonic() - began)
+            self._on_slow(name, time.monotonic() - began, hint)
 
 
 class EngineGuard:

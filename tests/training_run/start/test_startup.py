@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from protocols.accounting import LedgerState
 from protocols.checkpoint import RunState
 from protocols.compute import MemoryLimit
 from protocols.errors import CheckpointError, ClothoError, DatasetError, ModelError, ProfileError
+from protocols.finding import Finding
 from tests.e2e.child_processes import descendants, wait_until_ended
 from tests.training.policies_and_groups import random_groups, same_bits
 from tests.training_run.built_context import open_context, tiny_profile
@@ -29,6 +31,7 @@ from training_run.profile.load import load_profile
 from training_run.profile.schema import Profile
 from training_run.run import RunContext
 from training_run.start import resume, startup
+from training_run.supervision.watchdog import StartupWatch
 
 REMOTE = {"type": "remote", "server_url": ["http://127.0.0.1:1"]}
 LEDGER = LedgerState(all_ended_below=5, ended_above=(7,), trained=4, discarded={"stale": 2})
@@ -91,7 +94,7 @@ async def test_a_checkpoint_that_takes_long_is_reported(tmp_path: Path, monkeypa
     await write_step(profile)
     reported = threading.Event()
 
-    def note(phase: str, seconds: float) -> None:
+    def note(phase: str, seconds: float, hint: str) -> None:
         if phase == "checkpoint and histories":
             reported.set()
 
@@ -103,6 +106,22 @@ async def test_a_checkpoint_that_takes_long_is_reported(tmp_path: Path, monkeypa
     monkeypatch.setattr(resume, "read_checkpoint", slow)
     async with open_context(profile, resume=True) as parts:
         assert parts.progress.step == 3
+
+
+async def test_a_slow_warmup_step_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a check of the start has found it."""
+    found = Finding(name="slow_quantized", fact="quantized", consequence="slow", advice="expand")
+    monkeypatch.setattr(startup, "start_findings", lambda *_: (replace(found, name="on_battery", fact="off"), found))
+    hints: list[str] = []
+
+    @contextmanager
+    def phase(self: StartupWatch, name: str, hint: str = "") -> Iterator[None]:
+        hints.extend([hint] if name == "warmup step" else [])
+        yield
+
+    monkeypatch.setattr(StartupWatch, "phase", phase)
+    async with open_context(tiny_profile(tmp_path)):
+        assert hints == ["quantized; expand"]
 
 
 async def test_a_new_run_starts_at_step_zero(tmp_path: Path) -> None:

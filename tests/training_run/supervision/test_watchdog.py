@@ -80,14 +80,14 @@ def test_the_next_check_is_at_the_limit() -> None:
 
 def test_a_slow_phase_of_the_start_is_reported() -> None:
     """Repeatedly, by its name, although the thread of the phase is blocked; not after its end."""
-    reports: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
+    reports: queue.SimpleQueue[tuple[str, float, str]] = queue.SimpleQueue()
     watch = StartupWatch(limit_seconds=0.01, on_slow=lambda *report: reports.put(report))
-    with watch.phase("model"):
+    with watch.phase("model", "a hint"):
         slow = [reports.get(timeout=20) for _ in range(3)]
         threads = [thread for thread in threading.enumerate() if thread.name == StartupWatch.thread_name]
     for thread in threads:
         thread.join(20)
-    assert [name for name, _ in slow] == ["model"] * 3
+    assert [(name, hint) for name, _, hint in slow] == [("model", "a hint")] * 3
     assert slow == sorted(slow)
     assert not any(thread.is_alive() for thread in threads)
 
