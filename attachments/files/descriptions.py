@@ -56,11 +56,10 @@ from training_run.directory.checkpoints import (
     read_state,
 )
 from training_run.directory.checkpoints import METRICS as METRICS_RECORD
-from training_run.directory.run_directory import BEST, LINEAGE, read_run_id
+from training_run.directory.run_directory import BEST, LINEAGE, read_origin, read_run_id
 from training_run.directory.run_paths import find_checkpoint, run_of, split_step
 from training_run.profile.load import load_profile
 from training_run.profile.schema import Profile
-from training_run.start.starting_point import read_origin
 
 Description = dict[str, Any]
 """What a path contains: texts, numbers, lists, and nested descriptions, by key."""

@@ -12,13 +12,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 from msgspec import Struct
 
 from clotho.extension import TableDoor
 from clotho.storage.adapters import CONFIG, TENSORS
 from clotho.storage.atomic_files import is_leftover, remove_leftovers, replace_file, sync_directory
+from protocols.checkpoint import Origin
 from protocols.errors import RunDirectoryError, disk_errors_as, visible
-from training_run.directory.checkpoints import DIRECTORY_NAME
+from training_run.directory.checkpoints import DIRECTORY_NAME, checkpoint_steps
 
 if TYPE_CHECKING:
     from training_run.profile.schema import Profile
@@ -143,6 +145,21 @@ def read_run_id(run: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace").strip()[:64] if path.is_file() else ""
 
 
+def read_origin(path: Path) -> Origin | None:
+    """Read `lineage.json`; None if there is none, or if it is not valid."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Origin)
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def unbegun_fork(run: Path) -> Origin | None:
+    """Return what a fork started from that ended before its first checkpoint, and so has nothing of its own."""
+    origin = read_origin(run / LINEAGE)
+    has_begun = (run / NEWEST_CHECKPOINT).exists() or checkpoint_steps(run / "checkpoints")
+    return origin if origin is not None and origin.kind == "fork" and not has_begun else None
+
+
 class RunStage(Struct, frozen=True, kw_only=True, eq=False):
     """number: from 1. first_step: number of steps before the stage. profile: its settings; it ends at its `steps`.
 
@@ -241,9 +258,10 @@ def open_run(
 ) -> RunDirectory:
     """Lock `path` as the run directory of this process; nothing in it changes before `RunDirectory.begin`.
 
-    An earlier run in the directory is continued with `resume`, deleted in `begin` with `clean`, and refused otherwise.
-    resume_step, fork: as in `RunDirectory`. Files that no run writes are never deleted. Raises RunDirectoryError if the
-    directory holds another run or other files, is in use, or is not writable.
+    An earlier run in the directory is continued with `resume`, deleted in `begin` with `clean`, and refused otherwise,
+    but a fork replaces one that ended before its first checkpoint. resume_step, fork: as in `RunDirectory`. Files that
+    no run writes are never deleted. Raises RunDirectoryError if the directory holds another run or other files, is in
+    use, or is not writable.
     """
     if resume and clean:
         raise RunDirectoryError("--resume continues the run and --clean deletes it: choose one")
@@ -269,6 +287,7 @@ def _open(path: Path, *, resume: bool, clean: bool, resume_step: int | None, for
         raise
     try:
         holds_run = bool(_entries(path) & (FILES | _directories()))
+        clean = clean or bool(fork and unbegun_fork(path))
         if holds_run and not (resume or clean):
             raise RunDirectoryError(
                 f"run directory {path} holds another run: continue it with --resume, delete it with --clean, "

@@ -40,7 +40,7 @@ from training_run.directory.checkpoints import (
 )
 from training_run.directory.integer_set import IntegerSet
 from training_run.directory.jsonl import Scan, StepRecord, rewrite, scan
-from training_run.directory.run_directory import RunDirectory
+from training_run.directory.run_directory import RunDirectory, unbegun_fork
 from training_run.directory.run_paths import chosen_checkpoint
 from training_run.profile.keys import PROFILE_KEYS, SETTABLE, by_path
 from training_run.profile.schema import Profile
@@ -80,7 +80,8 @@ def find_resume_point(directory: RunDirectory) -> LatestCheckpoint:
 
     Raises CheckpointError if the run has written checkpoints and none is intact; the checkpoint of the initial weights
     does not count. A run that ended before its first checkpoint starts over, with a warning if it had completed steps;
-    CheckpointError is raised if the run has groups, but no file of its steps.
+    CheckpointError is raised if the run has groups, but no file of its steps, and for a fork, which would start from
+    other weights.
     With `--resume-step`, the checkpoint of this step is used, and CheckpointError is raised if it is not intact.
     """
     if not directory.resumed:
@@ -92,6 +93,11 @@ def find_resume_point(directory: RunDirectory) -> LatestCheckpoint:
     step = read_state(found.path).step if found.path else INITIAL
     if step == INITIAL and (found.warnings or newest is not None):
         raise _no_checkpoint(directory, newest, found.warnings)
+    if origin := unbegun_fork(directory.path):
+        raise CheckpointError(
+            f"{directory.path} is a fork that ended before its first checkpoint: start it again with "
+            f"--fork {origin.path} in the place of --resume"
+        )
     if found.path is None or step == INITIAL:
         return LatestCheckpoint(path=found.path, warnings=_starts_over(directory))
     if newest is not None and newest > step and not (directory.checkpoints / f"step-{newest:06d}").exists():

@@ -242,7 +242,8 @@ def _write_first(directory: RunDirectory, snapshot: Snapshot, profile: Profile) 
 
 
 def _write_fork(directory: RunDirectory, snapshot: Snapshot, origin: Origin, profile: Profile) -> None:
-    """Write lineage, histories and checkpoint of a fork; the checkpoint last, because it relies on the others."""
+    """Write lineage, histories and checkpoint of a fork, in this order; the checkpoint relies on the histories."""
+    write_origin(directory.lineage, origin)
     run = run_of(Path(origin.path))
     if run is not None:
         step = snapshot.state.step
@@ -250,7 +251,6 @@ def _write_fork(directory: RunDirectory, snapshot: Snapshot, origin: Origin, pro
         copy_until(run / directory.evaluations.name, directory.evaluations, step, EvalReport)
         if profile.monitor.rollouts:
             copy_until(run / directory.rollouts.name, directory.rollouts, step, ResumedRollout)
-    write_origin(directory.lineage, origin)
     _write_first(directory, snapshot, profile)
 
 
@@ -282,11 +282,3 @@ def write_origin(path: Path, origin: Origin) -> None:
     """Write `lineage.json`. Raises RunDirectoryError if the disk refuses."""
     with disk_errors_as(RunDirectoryError, f"{path} cannot be written"):
         replace_file(path, [msgspec.json.format(msgspec.json.encode(origin), indent=2) + b"\n"])
-
-
-def read_origin(path: Path) -> Origin | None:
-    """Read `lineage.json`; None if there is none, or if it is not valid."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Origin)
-    except (OSError, ValueError, RecursionError):
-        return None

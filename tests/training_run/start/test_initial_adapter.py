@@ -24,11 +24,11 @@ from tests.training.policies_and_groups import same_bits
 from tests.training_run.built_context import open_context, tiny_profile
 from tests.training_run.directory.made_checkpoints import state
 from training_run.directory.checkpoints import Snapshot, write_checkpoint
+from training_run.directory.run_directory import read_origin
 from training_run.profile.load import load_profile
 from training_run.profile.schema import Profile
 from training_run.run import RunContext
 from training_run.start.adapter_settings import METHOD, with_adapter
-from training_run.start.starting_point import read_origin
 
 pytestmark = pytest.mark.needs_float32
 TRAINED: dict[str, dict[str, Any]] = {

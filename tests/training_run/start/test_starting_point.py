@@ -15,7 +15,7 @@ from clotho.models.machine import random_state
 from clotho.storage.adapters import TENSORS
 from clotho.storage.atomic_files import digest_file
 from pipeline import wire_rollouts
-from protocols.errors import CheckpointError
+from protocols.errors import CheckpointError, RunDirectoryError
 from tests.training.policies_and_groups import same_bits
 from tests.training_run.built_context import lost_groups, open_context, tiny_profile
 from tests.training_run.start.test_startup import write_step
@@ -26,9 +26,10 @@ from training_run.directory.checkpoints import (
     read_state,
     recorded_newest,
 )
+from training_run.directory.run_directory import read_origin
 from training_run.profile.schema import Profile
 from training_run.run import RunContext
-from training_run.start.starting_point import read_origin
+from training_run.start import starting_point
 from training_run.supervision.custom_actors import CustomActors
 
 
@@ -99,6 +100,31 @@ async def test_a_fork_has_the_complete_state_of_the_other_run(tmp_path: Path) ->
             assert same_bits(parameters, fork[0])
             assert same_bits(arrays, fork[1])
             assert words == fork[2]
+
+
+async def test_a_fork_that_was_killed_before_its_first_checkpoint_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the same command: it has nothing of its own. Without `--fork`, it would start from other weights."""
+    profile = tiny_profile(tmp_path)
+    await write_step(profile)
+    source = tmp_path / "run" / "checkpoints" / "step-000003"
+    other = tiny_profile(tmp_path, run_dir=str(tmp_path / "fork"))
+
+    def killed(*_: object) -> None:
+        raise InterruptedError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(starting_point, "_write_first", killed)
+        with pytest.raises(InterruptedError):
+            await forked(other, source)
+    with pytest.raises(CheckpointError, match=f"--fork {source}"):
+        async with open_context(other, resume=True):
+            pass
+    parts = await forked(other, source)
+    assert (parts.progress.step, read_state(parts.directory.checkpoints / "step-000003").version) == (3, 2)
+    with pytest.raises(RunDirectoryError, match="--resume"):
+        await forked(other, source)
 
 
 async def test_a_fork_may_change_what_a_resumed_run_may_not(tmp_path: Path) -> None:
