@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from attachments.doctor import doctor
+from attachments.doctor.completions import Completed
 from attachments.machine import machine
 from attachments.machine.tests import simulated_mac
 from protocols.errors import ProfileError
+from protocols.finding import Finding
 from tests.training_run.built_context import tiny_profile
 from training_run.profile.load import load_profile, resolved_toml
 
@@ -60,6 +63,19 @@ def test_the_table_has_every_check_and_the_advice_of_every_finding(
     assert [subject for subject in document["checks"] if subject not in table] == []
     assert [finding["advice"] for finding in document["findings"] if finding["advice"] not in table] == []
     assert table.count(" -> ") >= len(document["completions"])
+
+
+def test_a_terminal_without_unicode_shows_everything_and_errors_before_warnings() -> None:
+    """What the terminal cannot write is replaced in the names of files, in findings and in completions."""
+    found, finding = doctor.Diagnosis(), Finding(name="all_truncated", fact="später", consequence="", advice="")
+    found.add("dataset", "prüfung.jsonl", [finding, replace(finding, severity="error")])
+    found.completions = [Completed(prompt="wörter", completion="ja", reward=1.0, stop_reason="stop", turns=())]
+    screen = Console(file=io.TextIOWrapper(out := io.BytesIO(), "ascii"), width=200)
+    doctor.show(screen, found)
+    screen.file.flush()
+    lines = out.getvalue().decode().splitlines()
+    assert [word for word in ("pr?fung.jsonl", "w?rter -> ja") if not any(word in line for line in lines)] == []
+    assert [line.split()[0] for line in lines if "sp?ter" in line] == ["error:", "warning:"]
 
 
 def test_nothing_is_written_but_the_output_file(diagnosed: tuple[int, dict[str, Any], str, Path]) -> None:
