@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from clotho.data import records
 from clotho.data.problems import ProblemColumns, conversation, load_problems
 from clotho.data.records import Source
-from protocols.errors import DatasetError
+from protocols.errors import DatasetError, RecordsError
 from protocols.prompt import Problem
 from training_run.groups.prompts import problems_fingerprint
 
@@ -206,6 +206,25 @@ def test_an_invalid_record_is_refused_with_the_reason(tmp_path: Path, line: str,
     """The message has file, line (or item), key and value type."""
     assert f"data.jsonl:2: {words}" in refusal(tmp_path, f"{GOOD}\n{line}")
     assert f"data.jsonl: item 2: {words}" in refusal(tmp_path, f"[{GOOD}, {line}]")
+
+
+@pytest.mark.parametrize(
+    ("lines", "first", "invalid", "records"),
+    [
+        (f"{GOOD}\n{{}}\n{GOOD}", 2, 1, 3),
+        (f"{{}}\n{GOOD}\n{{}}\n{GOOD}\n{GOOD}", 1, 2, 5),
+        (f"{GOOD}\n{{}}\n{{", 2, 2, 3),
+    ],
+    ids=["one", "two", "not JSON"],
+)
+def test_malformed_records_are_counted(tmp_path: Path, lines: str, first: int, invalid: int, records: int) -> None:
+    """The message has the place of the first one, and the count if there are several."""
+    with pytest.raises(RecordsError) as caught:
+        load(tmp_path, lines)
+    error = caught.value
+    assert f"data.jsonl:{first}: " in error.first
+    assert (error.invalid, error.records) == (invalid, records)
+    assert (f"{invalid} of {records}" in str(error)) == (invalid > 1)
 
 
 def test_files_without_problems_are_refused(tmp_path: Path) -> None:
