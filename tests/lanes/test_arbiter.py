@@ -98,29 +98,26 @@ def take(lane: Lane, kind: TurnKind = "update") -> None:
         pass
 
 
-@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
-def test_with_one_slot_decoding_gets_its_share_of_the_time(clock: Clock, share: float) -> None:
-    """By time and not by number of turns: decode steps take 1 ms, and parts of an update 4 ms."""
+@pytest.mark.parametrize(
+    ("share", "long_only", "expected"),
+    [(0.25, False, 0.25), (0.5, False, 0.5), (0.75, False, 0.75), (0.5, True, LONG_SHARE)],
+)
+def test_with_one_slot_decoding_gets_its_share_of_the_time(
+    clock: Clock, share: float, long_only: bool, expected: float
+) -> None:
+    """By time and not by number of turns: decode steps take 1 ms, and parts of an update 4 ms.
+
+    Long requests alone get an eighth: rollouts that wait for the learner lose nothing else.
+    """
     arbiter = Arbiter(slots=1, decode_share=share, clock=clock)
+    arbiter.set_long_only(long_only=long_only)
     contest = Contest(arbiter, clock)
     contest.enter(arbiter.decode, "decode", turns=1000, seconds=0.001)
     contest.enter(arbiter.lane("learner", "update"), "update", turns=40, seconds=0.004)
     order = contest.run()
     last = len(order) - 1 - order[::-1].index("learner")
     steps = order[:last].count("decode")
-    assert steps / (steps + 40 * 4) == pytest.approx(share, abs=0.03)
-
-
-def test_with_one_slot_long_requests_alone_get_an_eighth_of_the_time(one: Arbiter, clock: Clock) -> None:
-    """Whatever the share of decoding is: rollouts that wait for the learner lose nothing else."""
-    one.set_long_only(long_only=True)
-    contest = Contest(one, clock)
-    contest.enter(one.decode, "decode", turns=1000, seconds=0.001)
-    contest.enter(one.lane("learner", "update"), "update", turns=100, seconds=0.004)
-    order = contest.run()
-    last = len(order) - 1 - order[::-1].index("learner")
-    steps = order[:last].count("decode")
-    assert steps / (steps + 100 * 4) == pytest.approx(LONG_SHARE, abs=0.02)
+    assert steps / (steps + 40 * 4) == pytest.approx(expected, abs=0.03)
 
 
 def test_with_one_slot_a_call_is_the_next_turn_whatever_has_been_used(

@@ -388,27 +388,18 @@ async def test_a_worker_inherits_no_descriptors(tmp_path: Path) -> None:
     assert int(file.read_text()) <= 2, "the listing itself and an open file of the worker"
 
 
-DETACHED = pytest.param(
-    "detaches_a_process_and_hangs", marks=pytest.mark.needs_linux(reason="macOS does not find detached processes")
+DETACHED, DETACHES = (
+    pytest.param(name, marks=pytest.mark.needs_linux(reason="macOS does not find detached processes"))
+    for name in ("detaches_a_process_and_hangs", "detaches_a_process_and_names_it")
 )
 
 
-async def test_children_of_a_function_end_with_the_runner(tmp_path: Path) -> None:
-    """No stray process is left."""
+@pytest.mark.parametrize("name", ["forks_a_child_and_names_it", DETACHES])
+async def test_children_of_a_function_end_with_the_runner(tmp_path: Path, name: str) -> None:
+    """Also one that was forked twice, and has a session of its own."""
     file = tmp_path / "children"
     async with runner("misbehaves") as rewards:
-        text = "forks_a_child_and_names_it 1"
-        assert isinstance(await rewards.score(group(text, "b", of=problem(str(file)))), ScoredGroup)
-    assert wait_until_ended([int(number) for number in file.read_text().split()])
-
-
-@pytest.mark.needs_linux(reason="macOS does not find detached processes")
-async def test_a_detached_process_ends_with_its_worker(tmp_path: Path) -> None:
-    """It was forked twice, and has a session of its own."""
-    file = tmp_path / "detached"
-    async with runner("misbehaves") as rewards:
-        text = "detaches_a_process_and_names_it 1"
-        assert isinstance(await rewards.score(group(text, "b", of=problem(str(file)))), ScoredGroup)
+        assert isinstance(await rewards.score(group(f"{name} 1", "b", of=problem(str(file)))), ScoredGroup)
     assert wait_until_ended([int(number) for number in file.read_text().split()])
 
 
