@@ -233,20 +233,20 @@ class PreparedRun:
             self.close()
 
     def _train(self, train: Train) -> int:
-        """Train stage by stage, until one does not end well."""
+        """Train stage by stage, until one does not end well or a drain ends it before its last step."""
         import anyio
 
         from training_run.stages import remaining
 
         if not self._stages:
             return anyio.run(train, self._profile, self._directory, self._console)
-        status = 0
         for stage in remaining(self._stages, self._directory):
-            if status == 0:
-                self._directory.stage = stage
-                status = anyio.run(train, stage.profile, self._directory, self._console)
-                self._directory.go_on()
-        return status
+            self._directory.stage = stage
+            status = anyio.run(train, stage.profile, self._directory, self._console)
+            self._directory.go_on()
+            if status or stage in remaining(self._stages, self._directory):
+                return status
+        return 0
 
 
 def prepare(argv: Sequence[str]) -> PreparedRun | int:

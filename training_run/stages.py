@@ -54,6 +54,11 @@ def remaining(stages: Sequence[RunStage], directory: RunDirectory) -> Sequence[R
     return [stage for stage in stages if stage.profile.steps > step] or stages[-1:]
 
 
+def planned_steps(profile: Profile) -> int:
+    """Return the number of batches of a whole run. Raises ProfileError if the settings of a stage are not valid."""
+    return sum(plan.steps for plans in STAGES(profile) for plan in plans) or profile.steps
+
+
 def recorded_profile(profile: Profile, directory: RunDirectory) -> Profile:
     """Return the profile that the run directory keeps: that of the whole run. profile: of the present stage."""
     return directory.stage.recorded if directory.stage is not None else profile

@@ -74,7 +74,7 @@ def state(files: RunFiles, *, is_live: bool) -> dict[str, Any]:
     return {
         "live": is_live,
         "step": _integer(latest.get("step")) or 0,
-        "planned_steps": _integer(profile.get("steps")),
+        "planned_steps": _planned_steps(profile),
         "seconds": seconds,
         "seconds_left": _seconds_left(files, profile, seconds) if is_live else None,
         "waiting_for": str(now.get("waiting", ""))[:MAX_TEXT] if is_live else "",
@@ -107,7 +107,7 @@ def _outcomes(files: RunFiles) -> dict[str, int]:
 
 def _seconds_left(files: RunFiles, profile: Mapping[str, Any], seconds: float) -> float | None:
     """Estimate the remaining time as the display does; None before the first step."""
-    lines, steps = files.metrics, _integer(profile.get("steps"))
+    lines, steps = files.metrics, _planned_steps(profile)
     step = _integer(lines.latest.get("step"))
     if step is None or steps is None or not set(lines.names) >= set(STEP_METRICS.values()):
         return None
@@ -119,6 +119,14 @@ def _seconds_left(files: RunFiles, profile: Mapping[str, Any], seconds: float) -
         first = EvaluationTime(problems=_integer(earliest["problems"]) or 0, seconds=duration)
     left = seconds_left(_plan(profile, steps), step, times, first)
     return None if left is None else max(0.0, left - max(0.0, seconds - times[-1].end))
+
+
+def _planned_steps(profile: Mapping[str, Any]) -> int | None:
+    """Return the number of batches of a whole run: those of its chosen stages, if it has any."""
+    stages = profile.get("stages")
+    tables = [one for one in stages if isinstance(one, dict)] if isinstance(stages, list) else []
+    chosen = [one for one in tables if profile.get("stage", "all") in ("all", one.get("kind"))]
+    return sum(_integer(one.get("steps")) or 0 for one in chosen) or _integer(profile.get("steps"))
 
 
 def _plan(profile: Mapping[str, Any], steps: int) -> RemainingWork:

@@ -60,6 +60,7 @@ from training_run.directory.run_directory import BEST, LINEAGE, read_origin, rea
 from training_run.directory.run_paths import find_checkpoint, run_of, split_step
 from training_run.profile.load import load_profile
 from training_run.profile.schema import Profile
+from training_run.stages import planned_steps
 
 Description = dict[str, Any]
 """What a path contains: texts, numbers, lists, and nested descriptions, by key."""
@@ -137,7 +138,7 @@ def describe_run(path: Path) -> Description:
         "path": str(path),
         "run_id": read_run_id(path) or None,
         "step": metrics.get("step", steps[0] if steps else 0),
-        "planned_steps": profile.steps if profile else None,
+        "planned_steps": planned_steps(profile) if profile else None,
         "policy_version": metrics.get("policy_version"),
         "weights_hash": metrics.get("weights_hash"),
         "age_seconds": metrics.get("time/run"),

@@ -42,6 +42,7 @@ CONTRADICTIONS = (
         "sampling.temperature",
         lambda v, x: x != 1 and v["learner.objective.type"] == "sft",
         f"= {{}} and {CHOICE} exclude each other: demonstrations are learned at temperature 1",
+        "learner.objective.type",
     ),
 )
 METRICS: Mapping[str, str] = {

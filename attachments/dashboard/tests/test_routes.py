@@ -44,6 +44,18 @@ async def test_state_and_settings_combine_all_files(run: Path) -> None:
         assert "clip_fraction" in about["descriptions"]
 
 
+async def test_the_planned_steps_of_a_run_in_stages_are_those_of_its_chosen_stages(run: Path, tmp_path: Path) -> None:
+    """The key `steps` of such a profile has no effect."""
+    text = (run / "profile.toml").read_text(encoding="utf-8").replace("stages = []\n", "")
+    tables = '\n[[stages]]\nkind = "sft"\nsteps = 3\n\n[[stages]]\nkind = "rl"\nsteps = 2\n'
+    for chosen, planned in (("all", 5), ("rl", 2)):
+        staged = shutil.copytree(run, tmp_path / chosen)
+        top = text.replace('stage = "all"\n', "")
+        (staged / "profile.toml").write_text(f'stage = "{chosen}"\n{top}{tables}', encoding="utf-8")
+        async with viewing(staged) as viewed:
+            assert (await viewed.get("rows"))["state"]["planned_steps"] == planned
+
+
 async def test_groups_are_listed_searched_and_returned(run: Path) -> None:
     """The record is the line of rollouts.jsonl."""
     records = list(made_groups(SHAPE))

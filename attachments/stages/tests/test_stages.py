@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from protocols.errors import ProfileError
 from tests.e2e.pipeline_process import (
     PROBLEMS,
+    Run,
     RunResult,
     adapter,
     continued,
@@ -24,7 +26,7 @@ from training_run.directory.run_directory import RunStage, open_run
 from training_run.profile.flags import parse_flags
 from training_run.profile.load import load_profile
 from training_run.profile.schema import Profile
-from training_run.stages import remaining, stages_of
+from training_run.stages import planned_steps, remaining, stages_of
 
 TEXT = """
 extends = "local-m3"
@@ -140,6 +142,38 @@ def test_the_last_stage_of_a_run_can_be_made_longer(profile: str, whole: Path, t
     Path(profile).write_text(text, encoding="utf-8")
     assert train(tmp_path / "run", profile, "--resume").status == 0
     assert [line["stages/stage"] for line in metrics(tmp_path / "run")] == [1, 1, 1, 2, 2, 2]
+
+
+def test_a_drain_ends_the_run_in_its_stage(profile: str, tmp_path: Path) -> None:
+    """Ctrl-C does not begin the next stage, also if its dataset is another one; `--resume` continues the stage."""
+    text = Path(profile).read_text(encoding="utf-8").replace("steps = 3", "steps = 5000")
+    Path(profile).write_text(text, encoding="utf-8")
+    with Run(tmp_path / "run", "--profile", profile, "--eval", "off", small=()) as running:
+        running.wait_for("perplexity")
+        running.send(signal.SIGINT)
+        result = running.finish()
+    assert (result.status, result.err) == (0, ""), result
+    found = metrics(tmp_path / "run")
+    assert {line["stages/stage"] for line in found} == {1}
+    directory = open_run(tmp_path / "run", resume=True, clean=False)
+    try:
+        assert [one.number for one in remaining(stages(profile), directory)] == [1, 2]
+    finally:
+        directory.close()
+
+
+def test_the_steps_of_a_run_are_those_of_its_chosen_stages(profile: str) -> None:
+    """Its own `steps` have no effect."""
+    assert planned_steps(load_profile(profile)) == 5
+    assert planned_steps(load_profile(profile, {"stage": "rl"})) == 2
+    assert planned_steps(load_profile("local-m3", {"steps": 7})) == 7
+
+
+def test_the_temperature_of_a_profile_returns_to_1_in_a_stage_of_demonstrations(profile: str) -> None:
+    """Demonstrations are learned at temperature 1, and the other stages sample as the profile says."""
+    text = Path(profile).read_text(encoding="utf-8").replace("group_size = 4", "group_size = 4\ntemperature = 0.6")
+    Path(profile).write_text(text, encoding="utf-8")
+    assert [one.profile.sampling.temperature for one in stages(profile)] == [1.0, 0.6]
 
 
 def stages(profile: str, **settings: Any) -> tuple[RunStage, ...]:
