@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from attachments.ranks.tests import test_metrics as ranks
-from attachments.remote.tests import test_metrics as remote
+from attachments.remote.tests import test_place as remote
 from attachments.sessions.tests import test_metrics as sessions
 from attachments.tinker.tests import test_metrics as tinker
 from tests import test_engine_metrics
