@@ -177,9 +177,9 @@ class TinkerSessions:
         return answer
 
     def _finished(self, session: TinkerSession, request_id: str, task: asyncio.Task[Answer]) -> None:
-        del session.unfinished[request_id]
-        session.unread[request_id] = CANCELLED if task.cancelled() else task.result()
-        _keep_newest(session.unread, self._max_pending)
+        if session.unfinished.pop(request_id, None) is not None:
+            session.unread[request_id] = CANCELLED if task.cancelled() else task.result()
+            _keep_newest(session.unread, self._max_pending)
 
     async def result(
         self, request_id: str, client: Client, seconds: float, write: Callable[[Answer], Written]
@@ -191,8 +191,10 @@ class TinkerSessions:
         """
         session = self.get(request_id.partition(":")[0], client)
         task, read = session.unfinished.get(request_id), session.read
-        if task is not None and not (await asyncio.wait([task], timeout=seconds))[0]:
-            return None
+        if task is not None:
+            if not (await asyncio.wait([task], timeout=seconds))[0]:
+                return None
+            self._finished(session, request_id, task)  # its callback may run only after this
         if request_id in session.unread:
             read[request_id] = write(session.unread.pop(request_id))
             _keep_newest(read, KEPT_RESULTS)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from attachments.tinker import samplers, sessions
+from attachments.tinker.bodies import Answer, CreateSession
 from attachments.tinker.tests.tinker_server import Client, Live, tinker_server
+from clotho.serving import auth
 from tests import saved_models
 
+ANYBODY = auth.Client(name="", is_admin=True, arrived=0.0)
 PROMPT = [3, 9, 12, 7]
 KEPT = 3
 
@@ -121,3 +126,33 @@ def test_an_adapter_that_its_session_does_not_survive_leaves_the_engine(live: Li
         client.post(f"sessions/{client.session}/finish")
     access = live.service.access
     assert access.compute.decode.submit(lambda: access.engine.row_weights.versions).result() == frozenset()
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_result_that_comes_at_the_end_of_a_poll_is_not_lost(turns: int) -> None:
+    """In whatever turn of the event loop; the client asks again if it got nothing."""
+
+    async def poll() -> None:
+        open_ones = sessions.TinkerSessions(
+            heartbeat_seconds=60.0, max_pending=8, on_end=lambda _: None, explain=lambda _, __: ""
+        )
+        session, computed = open_ones.create(ANYBODY, CreateSession()), asyncio.Event()
+
+        async def work() -> Answer:
+            await computed.wait()
+            return {}
+
+        name = open_ones.promise(session, ("model", None), work)["request_id"]
+
+        def asked(seconds: float) -> Coroutine[Any, Any, sessions.Written | None]:
+            return open_ones.result(name, ANYBODY, seconds, lambda _: (b"{}", ""))
+
+        first = asyncio.create_task(asked(0.0))
+        for _ in range(turns):
+            await asyncio.sleep(0.0)
+        computed.set()
+        assert await first in (None, (b"{}", ""))
+        assert await asked(60.0) == (b"{}", "")
+        open_ones.end(session, "a test ends it")
+
+    asyncio.run(poll())
