@@ -10,7 +10,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from protocols.errors import ProfileError, visible
-from training_run.profile.other_words import understood
+from training_run.profile.flags import understood
 from training_run.profile.program import program
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from textwrap import fill
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Struct, inspect
@@ -18,8 +18,10 @@ from clotho.settings.keys import REQUIRED, TYPE, Key, Keys, Section, array_items
 from protocols.errors import ProfileError, did_you_mean, visible
 from training_run.profile.aliases import SHORT
 from training_run.profile.keys import CHOICES, KEYS, PROFILE_KEYS, SECTIONS, SETTABLE, flag_of
-from training_run.profile.other_words import ACCEPTED, ADVICE, understood
+from training_run.profile.other_words import ACCEPTED, ADVICE, TRANSLATE, IsOwn, Problem
 from training_run.profile.program import program
+
+T = TypeVar("T")
 
 
 class Arguments(Struct, frozen=True, kw_only=True):
@@ -119,6 +121,26 @@ def parse_flags(argv: Sequence[str], own: Mapping[str, Key], command: str = "") 
         own=lambda flag, values: _is_valid(flag, values, own),
         problem=lambda words: problem_of(words, own),
     )
+
+
+def understood(
+    argv: Sequence[str],
+    parse: Callable[[Sequence[str]], T],
+    *,
+    command: str,
+    own: IsOwn,
+    problem: Problem = lambda words: "",
+) -> T:
+    """Parse a command line; if that is refused, parse it again with the words of other programs replaced.
+
+    command, own, problem: as of `TRANSLATE`. Raises ProfileError.
+    """
+    try:
+        return parse(argv)
+    except ProfileError:
+        if (words := TRANSLATE.first(argv, command, own, problem)) is None:
+            raise
+    return parse(words)
 
 
 def _key_of(name: str, own: Mapping[str, Key]) -> Key | None:

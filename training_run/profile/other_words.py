@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from msgspec import Struct
 
 from clotho.extension import Door
-from protocols.errors import ProfileError
-
-T = TypeVar("T")
 
 YAML = (".yaml", ".yml")
 """The ends of the names of files of other programs."""
@@ -59,23 +56,3 @@ class ImportedProfile(Struct, frozen=True, kw_only=True):
 
 IMPORTED: Door[[str, str], ImportedProfile | None] = Door("attachment.imported")
 """Converts the text of a file with this name; None if it is a profile. Raises ProfileError."""
-
-
-def understood(
-    argv: Sequence[str],
-    parse: Callable[[Sequence[str]], T],
-    *,
-    command: str,
-    own: IsOwn,
-    problem: Problem = lambda words: "",
-) -> T:
-    """Parse a command line; if that is refused, parse it again with the words of other programs replaced.
-
-    command, own, problem: as of `TRANSLATE`. Raises ProfileError.
-    """
-    try:
-        return parse(argv)
-    except ProfileError:
-        if (words := TRANSLATE.first(argv, command, own, problem)) is None:
-            raise
-    return parse(words)
