@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,18 +11,32 @@ import anyio
 
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute
+from clotho.lanes.sampling_client import Engine, EngineSampler, Submit
 from clotho.models.policy import Policy, load_policy
 from clotho.settings.engine import EngineSection
 from clotho.settings.model import ModelSection
 from protocols.accounting import LedgerState
 from protocols.prompt import Problem, Prompt
 from protocols.queues import Inbox
+from protocols.sampling import SampleRequest
 from protocols.step import PolicyUpdated, StepReport, TrainedGroup
 from tests.learner_settings import policy_settings
 from tests.saved_models import CONFIG, save
 from training_run.supervision.queues import Queue
 
 T = TypeVar("T")
+
+
+class RecordingSampler(EngineSampler):
+    """A sampler that records which groups were submitted together."""
+
+    def __init__(self, submit: Submit, engine: Engine) -> None:
+        super().__init__(submit, engine)
+        self.submissions: list[list[int]] = []
+
+    def groups(self, requests: Sequence[SampleRequest]) -> AsyncGenerator[tuple[int, Any], None]:
+        self.submissions.append([request.prompt[0] for request in requests])
+        return super().groups(requests)
 
 
 def prompt(group_id: int, tokens: tuple[int, ...] = (5, 9, 33)) -> Prompt:

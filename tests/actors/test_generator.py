@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import anyio
 import pytest
 
 from actors.generator import Generator
-from clotho.lanes.sampling_client import Engine, EngineSampler, Submit
 from protocols.errors import ExecutorStoppedError, RequestError
 from protocols.prompt import Prompt
 from protocols.queues import EndOfStream, Inbox, Outbox, QueueClosed
 from protocols.rollout import Discarded, RolloutGroup
 from protocols.sampling import SampleEvent, SampleRequest, Sampling, completion_seeds
 from protocols.step import WeightsReady
-from tests.actors.actor_helpers import filled_queue, prompt, receive_all, run_and_receive
+from tests.actors.actor_helpers import RecordingSampler, filled_queue, prompt, receive_all, run_and_receive
 from tests.fakes import FakeEngine, fake_token
 from training_run.groups.progress import StalenessRule
 from training_run.groups.rollout_source import SingleTurn
@@ -33,18 +31,6 @@ def engine() -> Iterator[FakeEngine]:
     fake = FakeEngine()
     yield fake
     fake.close()
-
-
-class RecordingSampler(EngineSampler):
-    """A sampler that records which groups were submitted together."""
-
-    def __init__(self, submit: Submit, engine: Engine) -> None:
-        super().__init__(submit, engine)
-        self.submissions: list[list[int]] = []
-
-    def groups(self, requests: Sequence[SampleRequest]) -> AsyncGenerator[tuple[int, Any], None]:
-        self.submissions.append([request.prompt[0] for request in requests])
-        return super().groups(requests)
 
 
 class GeneratorHarness:

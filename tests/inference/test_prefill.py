@@ -22,40 +22,31 @@ def prefill_job(*, background: bool) -> PrefillJob:
     return PrefillJob(ActiveRequest(0, request, lambda _: None, 12, open=1), request.prompt, [])
 
 
-@pytest.mark.parametrize("architecture", ["gemma3_text", "falcon_h1"])
-def test_prompts_with_cached_prefixes_are_prefilled_together(architecture: str) -> None:
-    """Turns of many conversations join the batch in one tick."""
+@pytest.mark.parametrize(
+    ("architecture", "lengths", "others"),
+    [("gemma3_text", (20,) * 4, 0), ("falcon_h1", (20,) * 4, 0), ("qwen3", (12, 15, 19), 1)],
+)
+def test_prompts_with_cached_prefixes_are_prefilled_together(
+    architecture: str, lengths: tuple[int, ...], others: int
+) -> None:
+    """Turns of many conversations join the batch in one tick. Prompts without a prefix may join.
+
+    The batch starts at the shortest prefix: a few tokens of the others are computed again.
+    """
     source = tiny_source(architecture)
     engine = make_engine(source)
-    histories = [make_prompt(20, salt) for salt in range(1, 5)]
+    histories = [make_prompt(length, salt) for salt, length in enumerate(lengths, 1)]
     for history in histories:
         submit_request(engine, history, reuse_prefix=True)
         run(engine)
-    turns = [(*history, 3 + number, 9, 4) for number, history in enumerate(histories)]
+    turns = [(*history, 3 + number, 9, 4) for number, history in enumerate(histories)] + [make_prompt(18, 40)] * others
     answers = [submit_request(engine, turn, SAMPLED, (3,), reuse_prefix=True) for turn in turns]
     engine.tick()
     assert engine.running == len(turns)
     run(engine)
     for turn, answer in zip(turns, answers, strict=True):
         assert answer.completions[0].tokens == complete_alone(source, turn, SAMPLED, 3).tokens
-    assert engine.stats().prefix_hits == len(turns)
-
-
-def test_a_prefill_batch_starts_at_its_shortest_cached_prefix() -> None:
-    """A few tokens of the others are computed again. Prompts without a prefix may join."""
-    source = tiny_source()
-    engine = make_engine(source)
-    known = [make_prompt(length, length) for length in (12, 15, 19)]
-    for prompt in known:
-        submit_request(engine, prompt, reuse_prefix=True)
-        run(engine)
-    turns = [*((*prompt, 7, 5) for prompt in known), make_prompt(18, 40)]
-    answers = [submit_request(engine, turn, SAMPLED, (3,), reuse_prefix=True) for turn in turns]
-    engine.tick()
-    assert engine.running == len(turns)
-    run(engine)
-    for turn, answer in zip(turns, answers, strict=True):
-        assert answer.completions[0].tokens == complete_alone(source, turn, SAMPLED, 3).tokens
+    assert engine.stats().prefix_hits == len(histories)
 
 
 def test_a_long_cached_prefix_is_not_recomputed_for_a_batch() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, cast
 
@@ -16,14 +16,13 @@ from actors.generator import Generator as GeneratorActor
 from actors.learner import LearnerActor
 from actors.prompter import Prompter
 from clotho.lanes.compute_thread import Compute
-from clotho.lanes.sampling_client import EngineSampler
 from clotho.training.update import Update
 from protocols.checkpoint import Part
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
-from protocols.sampling import SampleRequest, Sampling
+from protocols.sampling import Sampling
 from protocols.step import LearnerReport, PolicyUpdated, StepReport, UpdateMetrics, WeightsReady
-from tests.actors.actor_helpers import prompt, receive_all
+from tests.actors.actor_helpers import RecordingSampler, prompt, receive_all
 from tests.fakes import FakeEngine
 from tests.learner_settings import learner_settings
 from training_run.attached import Attached
@@ -86,18 +85,6 @@ class SimulationSettings(Struct, frozen=True, kw_only=True):
     attach: Callable[[Attached], None] = lambda attached: None
 
 
-class RecordingSampler(EngineSampler):
-    """A sampler that records which groups were submitted together."""
-
-    def __init__(self, engine: FakeEngine) -> None:
-        super().__init__(engine.submit_call, engine)
-        self.submissions: list[list[int]] = []
-
-    def groups(self, requests: Sequence[SampleRequest]) -> AsyncGenerator[tuple[int, Any], None]:
-        self.submissions.append([request.prompt[0] for request in requests])
-        return super().groups(requests)
-
-
 class SimulatedRun:
     """A run from its start or from a checkpoint, with queues of capacity 1.
 
@@ -122,7 +109,7 @@ class SimulatedRun:
         self.weights, self.replacements = Latest[WeightsReady]("weights"), Latest[int]("refills")
         self.replacements.put(self.ledger.ended - self.progress.step * simulation.batch_size)
         self._serve(self.policy_learner.version, self.progress.step)
-        self.sampler = RecordingSampler(self.engine)
+        self.sampler = RecordingSampler(self.engine.submit_call, self.engine)
         self.updates: list[PolicyUpdated] = []
         self.parts: list[dict[str, Part[Raw]]] = []
         self.attached = Attached(ending=ExitStack(), parts=CheckpointParts(parts or {}))

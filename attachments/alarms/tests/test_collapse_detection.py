@@ -381,13 +381,16 @@ def observe_mixture(detector: CollapseDetector, *, easy: int, hard: int, correct
     return "; ".join(finding.fact for finding in detector.observe(report(groups, (), metrics(GOOD))).findings)
 
 
-def test_a_different_mixture_of_environments_is_not_a_reward_drop() -> None:
-    """One environment pauses, and the mean becomes that of the other."""
+@pytest.mark.parametrize(
+    ("before", "after", "batches"), [((12, 4), (0, 16), 5), ((16, 0), (8, 8), WarnOnCollapse().window)]
+)
+def test_a_different_mixture_of_environments_is_not_a_reward_drop(
+    before: tuple[int, int], after: tuple[int, int], batches: int
+) -> None:
+    """One pauses, and the mean becomes that of the other; one without a baseline joins, until its window is full."""
     detector = CollapseDetector(WarnOnCollapse())
-    for _ in range(20):
-        assert observe_mixture(detector, easy=12, hard=4) == ""
-    for _ in range(5):
-        assert observe_mixture(detector, easy=0, hard=16) == ""
+    for easy, hard in [before] * 20 + [after] * batches:
+        assert observe_mixture(detector, easy=easy, hard=hard) == ""
 
 
 def test_a_drop_in_one_environment_triggers() -> None:
@@ -396,12 +399,3 @@ def test_a_drop_in_one_environment_triggers() -> None:
     for _ in range(20):
         assert observe_mixture(detector, easy=12, hard=4) == ""
     assert "reward fell" in observe_mixture(detector, easy=12, hard=4, correct=0)
-
-
-def test_a_new_environment_has_no_baseline() -> None:
-    """Until the window of the environment is full."""
-    detector = CollapseDetector(WarnOnCollapse())
-    for _ in range(20):
-        assert observe_mixture(detector, easy=16, hard=0) == ""
-    for _ in range(WarnOnCollapse().window):
-        assert observe_mixture(detector, easy=8, hard=8) == ""

@@ -22,19 +22,14 @@ def test_the_kl_coefficient_by_hand(kl: float, beta: float) -> None:
     assert kl_beta(kl) == pytest.approx(beta, rel=1e-12)
 
 
-@pytest.mark.parametrize(("entropy", "weight"), [(0.2, 0.011), (0.3, 0.009), (0.4, 0.009)])
-def test_the_entropy_coefficient_by_hand(entropy: float, weight: float) -> None:
-    """Target 0.3, step 0.001, from 0.01: it increases below the target and decreases from the target on."""
+@pytest.mark.parametrize(
+    ("before", "entropy", "weight"), [(0.01, 0.2, 0.011), (0.01, 0.3, 0.009), (0.01, 0.4, 0.009), (0.0005, 2.0, 0.0)]
+)
+def test_the_entropy_coefficient_by_hand(before: float, entropy: float, weight: float) -> None:
+    """Target 0.3, step 0.001: it increases below the target and decreases from the target on, and not below 0."""
     settings = learner_settings(entropy_weight=0.01, entropy_target=0.3, entropy_step=0.001)
-    after = next_loss_coefficients(LossCoefficients(0.0, 0.01), kl=0.0, entropy=entropy, settings=settings)
-    assert after.entropy_coef == pytest.approx(weight, rel=1e-12)
-
-
-def test_the_entropy_coefficient_is_never_negative() -> None:
-    """From 0.0005 in steps of 0.001 it becomes 0."""
-    settings = learner_settings(entropy_target=0.3, entropy_step=0.001)
-    after = next_loss_coefficients(LossCoefficients(0.0, 0.0005), kl=0.0, entropy=2.0, settings=settings)
-    assert after.entropy_coef == 0.0
+    after = next_loss_coefficients(LossCoefficients(0.0, before), kl=0.0, entropy=entropy, settings=settings)
+    assert after.entropy_coef == pytest.approx(weight, rel=1e-12, abs=0.0)
 
 
 def test_the_entropy_coefficient_decays_with_every_update() -> None:

@@ -167,21 +167,17 @@ def reward_processes() -> list[int]:
     ]
 
 
-async def test_reward_processes_start_before_the_model_is_loaded(tmp_path: Path) -> None:
-    """A function that cannot be used is refused although the model is missing, and no process is left."""
-    rewards = [{"name": "tests.rewards.sample_rewards:one_argument", "correct": True}]
-    profile = tiny_profile(tmp_path, rewards=rewards, model={"path": str(tmp_path / "missing")})
-    refused = await refusal(profile)
-    assert isinstance(refused, ProfileError)
-    assert "one_argument" in str(refused)
-    assert wait_until_ended(reward_processes())
-
-
-async def test_reward_processes_end_if_the_start_fails_later(tmp_path: Path) -> None:
-    """For example, if the model cannot be found."""
-    rewards = [{"name": "tests.rewards.sample_rewards:length", "correct": True}]
-    profile = tiny_profile(tmp_path, rewards=rewards, model={"path": str(tmp_path / "missing")})
-    assert isinstance(await refusal(profile), ModelError)
+@pytest.mark.parametrize(
+    ("name", "error", "told"), [("one_argument", ProfileError, "one_argument"), ("length", ModelError, "")]
+)
+async def test_reward_processes_start_before_the_model_is_loaded_and_end_if_the_start_fails(
+    tmp_path: Path, name: str, error: type[Exception], told: str
+) -> None:
+    """A function that cannot be used is refused although the model is missing."""
+    rewards = [{"name": f"tests.rewards.sample_rewards:{name}", "correct": True}]
+    refused = await refusal(tiny_profile(tmp_path, rewards=rewards, model={"path": str(tmp_path / "missing")}))
+    assert isinstance(refused, error)
+    assert told in str(refused)
     assert wait_until_ended(reward_processes())
 
 
