@@ -53,12 +53,28 @@ async def prompted_groups(actor: Prompter, prompts: Queue[Prompt]) -> list[int]:
     return [one.group_id for one in await run_and_receive(actor.run, prompts.inbox())]
 
 
-async def test_every_group_is_sent_once_and_in_order() -> None:
-    """Then the queue ends, and `prompted_until` is the last id plus one."""
-    prompts = Queue[Prompt]("prompts", capacity=2)
-    actor = prompter(prompts, range(10))
-    assert await prompted_groups(actor, prompts) == list(range(10))
-    assert (actor.prompted_until, actor.sent_until) == (10, 10)
+@pytest.mark.parametrize(
+    ("groups", "before", "drained", "sent", "after"),
+    [
+        (range(10), 0, False, [*range(10)], (10, 10)),
+        ([3, 5], 9, False, [3, 5], (9, 6)),
+        ([2, 3, 5, 6, 7, 8, 9], 6, True, [2, 3, 5, 6], (7, 7)),
+    ],
+    ids=["new", "resumed, and only earlier groups are sent again", "resumed and drained: whole batches"],
+)
+async def test_every_group_is_sent_once_and_in_order(
+    groups: Iterable[int], before: int, drained: bool, sent: list[int], after: tuple[int, int]
+) -> None:
+    """Then the queue ends, and `prompted_until` is the last id plus one. It is never lower than at the start.
+
+    Groups below it that have not ended are sent by a drained prompter too.
+    """
+    prompts = Queue[Prompt]("prompts", capacity=1)
+    actor = prompter(prompts, groups, batch_size=2, prompted_until=before)
+    if drained:
+        actor.drain()
+    assert await prompted_groups(actor, prompts) == sent
+    assert (actor.prompted_until, actor.sent_until) == after
 
 
 async def test_the_prompter_waits_for_a_full_queue() -> None:
@@ -91,23 +107,6 @@ async def test_a_prompter_drained_before_its_start_sends_no_prompt() -> None:
     actor.drain()
     assert await prompted_groups(actor, prompts) == []
     assert actor.prompted_until == 0
-
-
-async def test_a_drained_resumed_prompter_sends_the_groups_that_have_not_ended() -> None:
-    """Groups below `prompted_until` of the earlier start end in this one, in whole batches."""
-    prompts = Queue[Prompt]("prompts", capacity=1)
-    actor = prompter(prompts, [2, 3, 5, 6, 7, 8, 9], batch_size=2, prompted_until=6)
-    actor.drain()
-    assert await prompted_groups(actor, prompts) == [2, 3, 5, 6]
-    assert actor.prompted_until == 7
-
-
-async def test_a_resumed_prompter_never_lowers_prompted_until() -> None:
-    """Also if only earlier groups are sent again."""
-    prompts = Queue[Prompt]("prompts", capacity=1)
-    actor = prompter(prompts, [3, 5], prompted_until=9)
-    assert await prompted_groups(actor, prompts) == [3, 5]
-    assert (actor.prompted_until, actor.sent_until) == (9, 6)
 
 
 async def test_with_dynamic_sampling_one_group_is_sent_per_replacement() -> None:

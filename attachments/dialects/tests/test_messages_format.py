@@ -187,29 +187,21 @@ async def test_the_client_raises_the_error_of_a_status() -> None:
             assert (await client.messages.create(**LIMITS | {"max_tokens": 1})).content
 
 
-async def test_an_error_during_a_stream_is_raised_by_the_client() -> None:
-    """It is the last event."""
-    async with running_server.serving() as served, client_of(served.url) as client:
+@pytest.mark.parametrize(("stopped", "error"), [(False, "api_error"), (True, "overloaded_error")])
+async def test_an_error_during_a_stream_is_raised_by_the_client(stopped: bool, error: str) -> None:
+    """It is the last event, also at the end of the server: the tokens so far are not taken for the whole message."""
+    async with running_server.serving(shutdown_seconds=0.0) as served, client_of(served.url) as client:
         served.engine.allow(2)
         fields = LIMITS | {"extra_body": {"ignore_eos": True}, "max_tokens": 8}
         stream = await client.messages.create(**fields, stream=True)
         assert (await anext(stream)).type == "message_start"
-        served.engine.fail("broken")
+        if stopped:
+            served.stop()
+        else:
+            served.engine.fail("broken")
         with pytest.raises(anthropic.APIStatusError) as raised:
             [event async for event in stream]
-        assert raised.value.type == "api_error"
-
-
-async def test_a_stream_that_the_end_of_the_server_cuts_is_an_error() -> None:
-    """The client does not take the tokens so far for the whole message."""
-    async with running_server.serving(shutdown_seconds=0.0) as served, client_of(served.url) as client:
-        served.engine.allow(2)
-        stream = await client.messages.create(**LIMITS, stream=True)
-        assert (await anext(stream)).type == "message_start"
-        served.stop()
-        with pytest.raises(anthropic.APIStatusError) as raised:
-            [event async for event in stream]
-        assert raised.value.type == "overloaded_error"
+        assert raised.value.type == error
 
 
 async def test_a_message_can_be_aborted_by_its_id() -> None:
