@@ -62,7 +62,8 @@ LIBRARY = {
 
 MATHEMATICS = (
     "clotho/models", "clotho/inference", "clotho/scoring", "clotho/training", "training_run/memory",
-    "training_run/parity_check.py", "training_run/update_values.py", "attachments/cpu",
+    "training_run/forced_decoder.py", "training_run/parity_check.py", "training_run/update_values.py",
+    "attachments/cpu", "attachments/vcpo/baseline.py",
     "attachments/kv_quantization", "attachments/metal", "attachments/speculation", "attachments/replay",
     "attachments/router_replay", "attachments/preference/objectives.py",
 )  # fmt: skip
@@ -71,7 +72,7 @@ MLX = {
     "clotho/backend.py", "clotho/models", "clotho/inference", "clotho/scoring", "clotho/training", "clotho/storage",
     "attachments", "training_run/adapters", "training_run/directory/checkpoints.py",
     "training_run/evaluation/held_out.py", "training_run/machine.py", "training_run/memory",
-    "training_run/parity_check.py",
+    "training_run/forced_decoder.py", "training_run/parity_check.py",
     "training_run/start/warmup_step.py", "training_run/update_values.py",
 }  # fmt: skip
 """What imports MLX."""

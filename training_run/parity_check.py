@@ -24,7 +24,6 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from clotho.inference.engine import DecodeEngine
-from clotho.inference.forced_decoder import ForcedDecoder
 from clotho.inference.rows import RouteArray
 from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import Policy
@@ -37,6 +36,7 @@ from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.settings.engine import EngineSection
 from clotho.settings.learner import LearnerSection
+from training_run.forced_decoder import ForcedDecoder
 
 Submit = Callable[[Callable[[], Any]], "Future[Any]"]
 """Runs a function in another thread: `clotho.lanes.compute_thread.ComputeThread.submit`."""
@@ -96,7 +96,7 @@ class ParityReport(Struct, frozen=True, kw_only=True):
 
 
 class TeacherForcedDecoder(Protocol):
-    """The part of `clotho.inference.engine.DecodeEngine` that the parity check uses."""
+    """What decodes given tokens, such as a `ForcedDecoder`."""
 
     def teacher_forced_logits(
         self, prompt: Sequence[int], completions: Sequence[Sequence[int]], *, rows: int
@@ -256,15 +256,15 @@ class ParityModels(NamedTuple):
 class ServedDecoder:
     """Decode steps of the served engine for another thread. They run in the engine's own, between its other steps."""
 
-    def __init__(self, engine: TeacherForcedDecoder, decode: Submit, turns: Turns) -> None:
+    def __init__(self, decoder: TeacherForcedDecoder, decode: Submit, turns: Turns) -> None:
         """decode: runs a function in the engine's thread. turns: of the other, which has no turn while it waits."""
-        self._engine, self._decode, self._turns = engine, decode, turns
+        self._decoder, self._decode, self._turns = decoder, decode, turns
 
     def teacher_forced_logits(
         self, prompt: Sequence[int], completions: Sequence[Sequence[int]], *, rows: int
     ) -> Generator[mx.array, None, Sequence[RouteArray]]:
         """Yield the logits before each token, (rows, V), from decode steps; return the routes."""
-        steps = self._engine.teacher_forced_logits(prompt, completions, rows=rows)
+        steps = self._decoder.teacher_forced_logits(prompt, completions, rows=rows)
         routes: list[RouteArray] = []
 
         def step() -> mx.array | None:
@@ -303,7 +303,7 @@ class ParityChecker:
         """
         self._engine, self._rows, model = engine, settings.max_num_seqs, policy.copy_model()
         self._models = ParityModels(
-            served=ServedDecoder(engine, decode, lane),
+            served=ServedDecoder(ForcedDecoder.of_engine(engine), decode, lane),
             policy=model,
             decoder=ForcedDecoder.of_model(model.model, settings),
             forcing=TeacherForcing(model.model, model.vocab_size, layout=learner.layout, checked=forcing),

@@ -7,7 +7,7 @@ or HTTP: one thread creates it, submits requests to it, and calls `tick()` while
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from concurrent.futures import Future
 from itertools import chain
 from time import perf_counter
@@ -22,12 +22,11 @@ from clotho.inference.batch import Batch
 from clotho.inference.batching_probe import probe_batching
 from clotho.inference.cache_layout import CacheLayout
 from clotho.inference.decoding import VISIT_SHARE, Allowance, Decoding, FirstTokens, Turns
-from clotho.inference.forced_decoder import ForcedDecoder
 from clotho.inference.kv_budget import KVBudget, Loads, short_tokens
 from clotho.inference.outputs import EventSender
 from clotho.inference.parts import EngineParts
 from clotho.inference.prefill import ALL_KINDS, POLICY_KIND, Prefill, RowDecoder
-from clotho.inference.rows import RouteArray, RowAdapter
+from clotho.inference.rows import RowAdapter
 from clotho.inference.sampling import validate
 from clotho.inference.scheduler import ActiveRequest, Listener, PrefillJob, Row, Scheduler
 from clotho.inference.stop_strings import IncrementalDetokenizer
@@ -38,7 +37,7 @@ from clotho.models.turns import TurnBudget
 from clotho.settings.engine import EngineSection, KvPolicy
 from clotho.settings.server import AdaptersSection
 from protocols.compute import Distribution, SpeculationCounts
-from protocols.sampling import POLICY, SampleRequest
+from protocols.sampling import SampleRequest
 
 log = structlog.get_logger(__name__)
 
@@ -122,6 +121,7 @@ class DecodeEngine:
     held: what clients hold: nothing, the admission of waiting rows, or everything: running rows stand still too.
     has_row_decoder: whether the backend decodes the rows; otherwise the model does, with MLX.
     rounded_by: the setting that rounds keys and values in the KV cache of running rows; empty: none.
+    layout, make_caches, computing: how rows are decoded, for decode steps beside those of the engine.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class DecodeEngine:
         self.held: Literal["nothing", "admission", "everything"] = "nothing"
         self._source = source
         self._settings = settings
-        self._layout = layout = CacheLayout(source.model)
+        self.layout = layout = CacheLayout(source.model)
         probe_batching(layout)
         parts = EngineParts(
             model=source.model,
@@ -155,7 +155,7 @@ class DecodeEngine:
         self.rounded_by = parts.kv_format.setting
         decoder = parts.decoder(layout)
         self.has_row_decoder = decoder is not None
-        self._computing = self.row_weights.computing if decoder is None else decoder.computing
+        self.computing = self.row_weights.computing if decoder is None else decoder.computing
         short = short_tokens(source.model, layout)
         tokens, share = settings.kv_cache_tokens, settings.rollout_share
         self._budget = KVBudget(tokens, share, settings.max_num_seqs, short=short)
@@ -179,10 +179,9 @@ class DecodeEngine:
 
         decoder: decodes the rows instead of the model; None without one.
         """
-        layout, settings = self._layout, self._settings
-        common = self._source.tokenizer.eos_ids, self._source.vocab_size, self._computing
-        make_caches = self._batches.caches(layout, decoder, settings.kv_cache_tokens)
-        self._forced = ForcedDecoder(layout, make_caches, prefill=self.row_weights.computing, steps=self._computing)
+        layout, settings = self.layout, self._settings
+        common = self._source.tokenizer.eos_ids, self._source.vocab_size, self.computing
+        self.make_caches = make_caches = self._batches.caches(layout, decoder, settings.kv_cache_tokens)
         return *self._batches.pair(make_caches, *common), Batch(make_caches, *common)
 
     def submit(self, request: SampleRequest, listener: Listener) -> int:
@@ -478,17 +477,6 @@ class DecodeEngine:
         self._begun.clear()
         for decoding in (*self._decodings, self._first):
             decoding.drop()
-
-    def teacher_forced_logits(
-        self, prompt: Sequence[int], completions: Sequence[Sequence[int]], *, rows: int, weights: str = POLICY
-    ) -> Generator[mx.array, None, list[RouteArray]]:
-        """Yield the logits before each token from decode steps, and return their routes; see `ForcedDecoder`.
-
-        Running rows are not affected. weights: as in `SampleRequest`.
-        """
-        return self._forced.teacher_forced_logits(
-            prompt, completions, rows=rows, adapter=self.row_weights.admit(weights)
-        )
 
     def swap(self, publish: Callable[[], float], kv_policy: KvPolicy) -> Future[float]:
         """Change the weights of the policy with `publish`, between two steps; then `weights_changed`.

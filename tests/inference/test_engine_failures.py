@@ -93,7 +93,7 @@ def test_a_failed_prefill_fails_only_its_own_request(monkeypatch: pytest.MonkeyP
 
 def cache_class(engine: DecodeEngine) -> type[RowCaches]:
     """Return the class of the KV caches of an engine."""
-    return type(engine._forced._make_caches(1))
+    return type(engine.make_caches(1))
 
 
 @pytest.mark.parametrize("speculation", [Off(), PromptDrafts(max_draft=4)])

@@ -22,6 +22,7 @@ from tests import model_lanes
 from tests.actors.actor_helpers import compute_thread, served_policy
 from tests.serving.test_with_engine import Stack
 from tests.training.policies_and_groups import learner, random_groups, tiny_policy
+from training_run.forced_decoder import ForcedDecoder
 
 REQUEST = SampleRequest(prompt=(1, 2, 3), sampling=Sampling(max_tokens=3, ignore_eos=True), seeds=(1,))
 
@@ -90,8 +91,9 @@ CALLS: dict[str, Callable[[Objects], object]] = {
     "DecodeEngine.stats": lambda it: (it.engine.stats(), it.engine.running, it.engine.has_work),
     "DecodeEngine.fail_all": lambda it: it.engine.fail_all("by the test"),
     "DecodeEngine.swap": lambda it: it.engine.swap(it.publish, "recompute").result(30),
-    "DecodeEngine.teacher_forced_logits": lambda it: [
-        model_lanes.numpy(logits).sum() for logits in it.engine.teacher_forced_logits((1, 2), ((3, 4),), rows=2)
+    "ForcedDecoder.teacher_forced_logits": lambda it: [
+        model_lanes.numpy(logits).sum()
+        for logits in ForcedDecoder.of_engine(it.engine).teacher_forced_logits((1, 2), ((3, 4),), rows=2)
     ],
     "Policy.publish": lambda it: it.publish(),
     "Policy.trainable": lambda it: mx.eval(it.policy.trainable()),

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from clotho.inference.forced_decoder import ForcedDecoder
+from clotho.inference.engine import DecodeEngine
 from clotho.models.parameters import Parameters
 from clotho.models.policy import TrainablePolicy
 from clotho.models.turns import UNDIVIDED, TurnBudget
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.settings.engine import EngineSection
+from training_run.forced_decoder import ForcedDecoder
 from training_run.parity_check import ParityModels, ParityReport, ParitySample, TeacherForcedDecoder
 
 
 def checked(
     policy: TrainablePolicy,
-    served: TeacherForcedDecoder,
+    served: TeacherForcedDecoder | DecodeEngine,
     sample: ParitySample,
     temperature: float = 1.0,
     *,
@@ -26,6 +27,7 @@ def checked(
     model = policy.copy_model()
     decoder = ForcedDecoder.of_model(model.model, EngineSection())
     forcing = TeacherForcing(model.model, model.vocab_size, layout=layout)
+    served = ForcedDecoder.of_engine(served) if isinstance(served, DecodeEngine) else served
     parameters = policy.trainable() if parameters is None else parameters
     compared = ParityModels(served, model, decoder, forcing, turns)
     return compared.check(sample, parameters, temperature=temperature, rows=rows)

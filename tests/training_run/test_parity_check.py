@@ -14,7 +14,6 @@ import pytest
 
 from clotho.inference.cache_layout import Logits
 from clotho.inference.engine import DecodeEngine
-from clotho.inference.forced_decoder import ForcedDecoder
 from clotho.inference.rows import RouteArray
 from clotho.models.attention import AttentionLayers
 from clotho.models.parameters import flat, nested
@@ -42,6 +41,7 @@ from tests.small_models import ARCHITECTURES, tiny_source
 from tests.training.policies_and_groups import BigramPolicy, tiny_policy
 from tests.training_run.checked_parity import checked
 from training_run import parity_check
+from training_run.forced_decoder import ForcedDecoder
 from training_run.parity_check import (
     MAX_PROMPT,
     MAX_ROWS,
@@ -59,7 +59,7 @@ Decoded = Generator[mx.array, None, Sequence[RouteArray]]
 
 def check(
     policy: TrainablePolicy,
-    decoder: TeacherForcedDecoder,
+    decoder: TeacherForcedDecoder | DecodeEngine,
     prompt: Sequence[int],
     tokens: Sequence[int],
     temperature: float = 1.0,
@@ -209,7 +209,7 @@ def test_the_check_uses_the_computation_that_serves(monkeypatch: pytest.MonkeyPa
     """Also if a backend decodes instead of the model."""
     policy = tiny_policy()
     engine = engine_of(policy)
-    caches = type(engine._forced._make_caches(1))
+    caches = type(engine.make_caches(1))
     true = caches.parts
 
     def doubled(*given: Any, **options: Any) -> Generator[None, None, Logits]:
@@ -254,17 +254,17 @@ def test_decode_steps_have_the_rows_of_the_running_batch(
 ) -> None:
     """Matrix kernels depend on the number of rows. Completions fill the rows repeatedly."""
     policy = tiny_policy()
-    engine, shapes = engine_of(policy), []
-    decode = engine.teacher_forced_logits
+    decoder, shapes = ForcedDecoder.of_engine(engine_of(policy)), []
+    decode = decoder.teacher_forced_logits
 
     def recorded(*given: Any, **options: Any) -> Iterator[mx.array]:
         for logits_R_V in decode(*given, **options):
             shapes.append(logits_R_V.shape[0])
             yield logits_R_V
 
-    monkeypatch.setattr(engine, "teacher_forced_logits", recorded)
+    monkeypatch.setattr(decoder, "teacher_forced_logits", recorded)
     sample = ParitySample((1, 2, 3), ((4, 5), (6, 7), (8, 9)))
-    report = checked(policy, engine, sample, rows=rows, layout="shared")
+    report = checked(policy, decoder, sample, rows=rows, layout="shared")
     assert (report.rows, report.tokens, set(shapes)) == (expected, 6, {expected})
     assert report.max_difference < 1e-4
 
@@ -284,8 +284,8 @@ def test_a_check_of_few_tokens_has_few_rows(tokens: int, rows: int) -> None:
 def test_the_prompt_of_a_check_is_bounded() -> None:
     """Of a long prompt, only the last tokens are used, so that a check does not delay requests."""
     policy = tiny_policy()
-    engine, prompts = engine_of(policy), []
-    decode = engine.teacher_forced_logits
+    prompts = list[tuple[int, ...]]()
+    decode = ForcedDecoder.of_engine(engine_of(policy)).teacher_forced_logits
 
     class Recording:
         def teacher_forced_logits(self, prompt: Sequence[int], *given: Any, **options: Any) -> Decoded:
@@ -308,13 +308,13 @@ def test_a_check_pauses_after_every_decode_step() -> None:
 def test_the_model_of_a_check_has_the_parameters_and_no_tracer_afterwards() -> None:
     """Also if the learner's computation fails, so that the next check computes with its own weights."""
     policy = tiny_policy()
-    model, engine = policy.copy_model(), engine_of(policy)
+    model, served = policy.copy_model(), ForcedDecoder.of_engine(engine_of(policy))
     decoder, forcing = ForcedDecoder.of_model(model.model, EngineSection()), FailingOnce(model.model, model.vocab_size)
     moved = nested({name: value + 0.05 for name, value in flat(policy.trainable()).items()})
 
     def check_once() -> ParityReport:
         sample = ParitySample((1, 2, 3), ((4, 5, 6),))
-        return ParityModels(engine, model, decoder, forcing).check(sample, moved, temperature=1.0, rows=2)
+        return ParityModels(served, model, decoder, forcing).check(sample, moved, temperature=1.0, rows=2)
 
     with pytest.raises(RuntimeError, match="fails once"):
         check_once()
@@ -354,13 +354,13 @@ class NoisyDecoder:
     """A decoder whose results differ between two executions."""
 
     def __init__(self, engine: DecodeEngine) -> None:
-        self._engine = engine
+        self._decoder = ForcedDecoder.of_engine(engine)
 
     def teacher_forced_logits(
         self, prompt: Sequence[int], completions: Sequence[Sequence[int]], *, rows: int
     ) -> Decoded:
         """Add noise to the logits of the engine."""
-        for logits_R_V in self._engine.teacher_forced_logits(prompt, completions, rows=rows):
+        for logits_R_V in self._decoder.teacher_forced_logits(prompt, completions, rows=rows):
             yield logits_R_V + 0.01 * mx.random.normal(logits_R_V.shape)
         return ()
 

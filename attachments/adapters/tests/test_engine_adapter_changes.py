@@ -23,6 +23,7 @@ from protocols.sampling import BASE, POLICY, Completion, SampleRequest, Sampling
 from tests import model_lanes
 from tests.inference.engine_helpers import GREEDY, make_prompt, run, submit_request, tick_until
 from tests.small_models import tiny, tiny_source
+from training_run.forced_decoder import ForcedDecoder
 
 LONG = Sampling(temperature=0.0, max_tokens=30, ignore_eos=True)
 PROMPT = make_prompt(9)
@@ -143,9 +144,10 @@ def test_teacher_forced_logits_are_those_of_the_named_weights(tmp_path: Path) ->
         answer = submit_request(engine, PROMPT, GREEDY, weights=weights)
         run(engine)
         tokens = answer.completions[0].tokens
-        logits = [
-            model_lanes.numpy(one) for one in engine.teacher_forced_logits(PROMPT, [tokens], rows=2, weights=weights)
-        ]
+        steps = ForcedDecoder.of_engine(engine).teacher_forced_logits(
+            PROMPT, [tokens], rows=2, adapter=engine.row_weights.admit(weights)
+        )
+        logits = [model_lanes.numpy(one) for one in steps]
         assert [int(one[1].argmax()) for one in logits] == list(tokens)
 
 

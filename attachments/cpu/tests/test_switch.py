@@ -22,7 +22,7 @@ PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 def completions(cache: type) -> list[Completion]:
     """Sample eight completions with an engine, and check which KV cache it uses."""
     engine = make_engine(tiny_source())
-    assert isinstance(engine._forced._make_caches(1), cache)
+    assert isinstance(engine.make_caches(1), cache)
     answer = submit_request(engine, PROMPT, Sampling(max_tokens=12, ignore_eos=True), seeds=range(8))
     run(engine)
     return answer.completions

@@ -36,6 +36,7 @@ from tests.inference.engine_helpers import (
 )
 from tests.small_models import FixedSource, tiny_source
 from tests.training_run.memory.test_estimate import ADAPTER, profile_of, saved
+from training_run.forced_decoder import ForcedDecoder
 from training_run.memory.estimate import estimate_memory
 from training_run.profile.schema import ParityCheck
 
@@ -62,7 +63,7 @@ def completed(engine: DecodeEngine, **options: Any) -> list[Completion]:
 
 def forced(engine: DecodeEngine, prompt: tuple[int, ...], completion: Completion) -> np.ndarray[Any, Any]:
     """Return the log-probabilities of a completion's tokens in decode steps of the same engine."""
-    steps = engine.teacher_forced_logits(prompt, [completion.tokens], rows=2)
+    steps = ForcedDecoder.of_engine(engine).teacher_forced_logits(prompt, [completion.tokens], rows=2)
     logits = [model_lanes.numpy(logits_B_V)[0].astype(np.float64) for logits_B_V in steps]
     return np.array([log_softmax(one)[token] for one, token in zip(logits, completion.tokens, strict=True)])
 

@@ -12,7 +12,6 @@ import pytest
 from mlx.utils import tree_flatten
 
 from attachments.router_replay.routes import PassRoutes, routed
-from clotho.inference.forced_decoder import ForcedDecoder
 from clotho.models.experts import Mixtures
 from clotho.models.policy_model import checkpointed_blocks
 from clotho.scoring.layouts.micro_batches import build_micro_batches
@@ -22,6 +21,7 @@ from clotho.scoring.token_scores import SamplingDistribution
 from clotho.settings.engine import EngineSection
 from tests.small_models import tiny, tiny_source
 from tests.training.policies_and_groups import BigramPolicy
+from training_run.forced_decoder import ForcedDecoder
 from training_run.parity_check import ParityModels, ParityReport, ParitySample
 
 PAIRS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (

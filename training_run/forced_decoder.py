@@ -10,6 +10,7 @@ import numpy as np
 
 from clotho.inference.batching_probe import probe_batching
 from clotho.inference.cache_layout import CacheLayout, Computing, pass_context
+from clotho.inference.engine import DecodeEngine
 from clotho.inference.parts import EngineParts, MakeCaches
 from clotho.inference.rows import PrefilledPrompt, RouteArray, RowAdapter, undivided
 from clotho.settings.engine import EngineSection
@@ -21,6 +22,11 @@ class ForcedDecoder:
     def __init__(self, layout: CacheLayout, make_caches: MakeCaches, *, prefill: Computing, steps: Computing) -> None:
         """prefill, steps: select the adapters of rows in a prefill, and in decode steps."""
         self._layout, self._make_caches, self._prefill, self._steps = layout, make_caches, prefill, steps
+
+    @classmethod
+    def of_engine(cls, engine: DecodeEngine) -> ForcedDecoder:
+        """Return a decoder with the model and the caches of an engine, in whose thread it decodes."""
+        return cls(engine.layout, engine.make_caches, prefill=engine.row_weights.computing, steps=engine.computing)
 
     @classmethod
     def of_model(cls, model: nn.Module, settings: EngineSection) -> ForcedDecoder:
