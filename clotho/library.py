@@ -17,8 +17,8 @@ from clotho.models.machine import compute_slots, core_division, limit_mlx_memory
 from clotho.models.policy import Policy, load_policy
 from clotho.process import configure_malloc
 from clotho.settings.keys import Keys
-from clotho.settings.layers import Layer, decode_merged, flatten_table, merge_layers
 from clotho.settings.model import Dtype, GradCheckpoint, Method, ModelSection, PolicySection, QuantizeAtLoad
+from clotho.settings.tables import decode_table, flatten_table, implied_types
 from protocols.errors import ProfileError
 from protocols.sampling import Sampling
 
@@ -78,8 +78,10 @@ def settings(name: str, kind: type[S], values: Mapping[str, Any], overrides: Map
         raise ProfileError(f"{LABEL}: settings are numbers, text, tables and structs of clotho: {error}") from error
     keys, holder = _keys(name, kind)
     given = flatten_table(keys, {name: table}, LABEL)
-    given |= {key: one for key, one in overrides.items() if one is not None}
-    found: S = getattr(decode_merged(keys, merge_layers(keys, [Layer(LABEL, given)]), holder), name)
+    given = {key: one for key, one in (given | {**overrides}).items() if one is not None}
+    found: S = getattr(
+        decode_table(keys, {**dict(implied_types(keys, {}, given)), **given}, holder, lambda _: LABEL), name
+    )
     return found
 
 

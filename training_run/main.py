@@ -23,9 +23,9 @@ from training_run.supervision.process_signals import process_signals
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from clotho.settings.layers import Layer
     from training_run.directory.run_directory import RunDirectory, RunStage
     from training_run.profile.flags import Arguments
+    from training_run.profile.layers import Layer
     from training_run.profile.schema import Profile
 
     Train = Callable[[Profile, RunDirectory, Console], Awaitable[int]]

@@ -13,8 +13,8 @@ from typing import Any
 from msgspec import Struct
 
 from clotho.extension import Door
-from clotho.settings.layers import Layer
 from training_run.directory.run_directory import RunDirectory, RunStage
+from training_run.profile.layers import Layer
 from training_run.profile.schema import Profile
 
 

@@ -14,13 +14,13 @@ from clotho.extension import Door
 from clotho.settings.bounds import NonNegative, about
 from clotho.settings.engine import EngineSection, SamplingSection
 from clotho.settings.keys import Key, Keys
-from clotho.settings.layers import COMMAND_LINE, Layer, Merged
 from clotho.settings.model import ModelSection, PolicySection
 from clotho.settings.server import HttpServer
 from protocols.errors import ProfileError, did_you_mean, visible
 from training_run.profile.data import DataSection, RewardSection
 from training_run.profile.flags import WIDTH, help_topic, key_help, parse_flags
 from training_run.profile.keys import SETTABLE, flag_of
+from training_run.profile.layers import COMMAND_LINE, Layer, Merged
 from training_run.profile.load import decode_tables, file_layers, flatten, located, merge, profile_path
 from training_run.profile.mounted import unused_by, used_by
 from training_run.profile.program import program

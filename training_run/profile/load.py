@@ -17,14 +17,15 @@ from msgspec import Struct
 from clotho.data.records import is_hub_dataset
 from clotho.extension import TableDoor, needs
 from clotho.settings.keys import array_items, is_default, shown
-from clotho.settings.layers import COMMAND_LINE, Layer, Merged, decode_merged, flatten_table, merge_layers
 from clotho.settings.model import FullMethod
 from clotho.settings.mounted import PathKind
+from clotho.settings.tables import decode_table, flatten_table
 from clotho.storage.atomic_files import replace_file
 from protocols.errors import ProfileError, did_you_mean, visible
 from training_run.profile.aliases import PROFILE_NAMES
 from training_run.profile.generators import prefix_of, rewards_of
 from training_run.profile.keys import CHOICES, PROFILE_KEYS, SECTIONS, SETTABLE
+from training_run.profile.layers import COMMAND_LINE, Layer, Merged, merge_layers
 from training_run.profile.mounted import SETTINGS, with_attachments
 from training_run.profile.other_words import IMPORTED, YAML
 from training_run.profile.program import announce
@@ -251,7 +252,7 @@ def decode(merged: Merged) -> Profile:
 
 def decode_tables(merged: Merged, kind: type[P]) -> P:
     """Build a struct with some or all tables of a profile. Raises ProfileError as `decode`."""
-    return decode_merged(PROFILE_KEYS, merged, with_attachments(kind))
+    return decode_table(PROFILE_KEYS, merged.values, with_attachments(kind), merged.label)
 
 
 def resolved_toml(profile: Profile, *, mask_secrets: bool = False) -> str:

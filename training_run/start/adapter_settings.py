@@ -15,7 +15,6 @@ from typing import Any
 from clotho.models.loading import is_local
 from clotho.models.model_files import read_object
 from clotho.settings.keys import shown
-from clotho.settings.layers import ADAPTER, Layer
 from clotho.settings.model import Lora
 from clotho.storage.adapters import CONFIG, read_adapter_config
 from protocols.checkpoint import AdapterConfig
@@ -25,6 +24,7 @@ from training_run.adapters.formats import MlxLmConfig, config_type, is_named, pl
 from training_run.adapters.reading import listed, read_adapter_of
 from training_run.directory.checkpoints import MANIFEST
 from training_run.directory.run_paths import find_checkpoint, split_step
+from training_run.profile.layers import ADAPTER, Layer
 from training_run.profile.load import merge
 
 KEY, METHOD = ADAPTER, "policy.method."

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from attachments.atropos.group_sizes import require_fillable
-from clotho.settings.layers import Layer
 from protocols.errors import ProfileError
+from training_run.profile.layers import Layer
 from training_run.profile.load import decode, flatten, merge
 from training_run.profile.rules import first_complaint
 from training_run.profile.schema import Profile

@@ -12,12 +12,13 @@ from msgspec import Struct
 
 from clotho.settings.bounds import Off, Variant, about
 from clotho.settings.keys import Keys
-from clotho.settings.layers import Layer, decode_merged, flatten_table, merge_layers
 from clotho.settings.mounted import Setting
+from clotho.settings.tables import decode_table, flatten_table
 from protocols.errors import ProfileError
 from training_run.profile import mounted
 from training_run.profile.flags import help_text, parse_arguments
 from training_run.profile.keys import KEYS, PROFILE_KEYS, SECTIONS
+from training_run.profile.layers import Layer, merge_layers
 from training_run.profile.load import file_layers, load_profile, profile_path, resolved_toml, write_profile
 from training_run.profile.mounted import ATTACHED, SETTINGS, absent_keys, mount
 from training_run.profile.rules import CONTRADICTIONS, NO_EFFECT
@@ -52,7 +53,8 @@ def decoded(table: dict[str, Any], *settings: Setting[Any], absent: dict[str, st
     """Decode a table to `Root` with these settings."""
     kind = mount(Root, settings)
     keys = Keys(kind, mounted=settings, absent=absent or {})
-    return decode_merged(keys, merge_layers(keys, [Layer("file", flatten_table(keys, table, "file"))]), kind)
+    merged = merge_layers(keys, [Layer("file", flatten_table(keys, table, "file"))])
+    return decode_table(keys, merged.values, kind, merged.label)
 
 
 def test_a_mounted_setting_is_decoded_and_written_like_any_other() -> None:
@@ -141,7 +143,8 @@ def test_a_profile_without_keys_of_absent_attachments_loads(missing: list[str]) 
     kind = mount(Profile, there)
     keys = Keys(kind, mounted=there, absent=absent)
     layers = file_layers(profile_path("local-m3"))
-    found = msgspec.to_builtins(decode_merged(keys, merge_layers(keys, layers), kind))
+    merged = merge_layers(keys, layers)
+    found = msgspec.to_builtins(decode_table(keys, merged.values, kind, merged.label))
     whole = msgspec.to_builtins(load_profile("local-m3"))
     for setting in SETTINGS:
         *tables, name = setting.path.split(".")
@@ -159,7 +162,8 @@ def test_a_profile_without_keys_of_absent_attachments_loads(missing: list[str]) 
 def test_rules_of_the_core_refuse_keys_of_the_core_only() -> None:
     """They may read keys of attachments, and hold without them."""
     keys = Keys(Profile)
-    profile = decode_merged(keys, merge_layers(keys, file_layers(profile_path("local-m3"))), Profile)
+    merged = merge_layers(keys, file_layers(profile_path("local-m3")))
+    profile = decode_table(keys, merged.values, Profile, merged.label)
     values = flatten_table(keys, msgspec.to_builtins(profile), "file")
     values |= {"rewards": profile.rewards, "actors": profile.actors}
     chosen = keys.chosen_types(values)

@@ -15,7 +15,6 @@ from mlx.utils import tree_map
 
 from attachments.files.convert import convert
 from clotho.models.parameters import flat
-from clotho.settings.layers import Layer
 from clotho.settings.model import AdapterMethod
 from clotho.storage.adapters import write_adapter
 from clotho.storage.atomic_files import digest_file
@@ -25,6 +24,7 @@ from tests.training_run.built_context import open_context, tiny_profile
 from tests.training_run.directory.made_checkpoints import state
 from training_run.directory.checkpoints import Snapshot, write_checkpoint
 from training_run.directory.run_directory import read_origin
+from training_run.profile.layers import Layer
 from training_run.profile.load import load_profile
 from training_run.profile.schema import Profile
 from training_run.run import RunContext
