@@ -73,10 +73,7 @@ class Backend:
         return None
 
     def folds_adapters(self, itemsize: int) -> bool:
-        """Whether decoding computes with folded adapters (`clotho.models.folded_lora`).
-
-        itemsize: bytes per number of the compute type.
-        """
+        """Whether decoding computes with folded adapters. itemsize: bytes per number of the compute type."""
         return True
 
     def keeps_once(self, layer: str, itemsize: int) -> bool:

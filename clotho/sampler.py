@@ -71,10 +71,7 @@ def _turn_seconds(limit: float | None) -> float | None:
 
 
 class _Engines:
-    """The decode engines of the process, which take steps one after the other in the decode thread.
-
-    An engine whose step raises fails its requests, and starts afresh with the next one.
-    """
+    """The decode engines of the process, stepped in turn. One whose step raises fails its requests, and goes on."""
 
     def __init__(self) -> None:
         self.engines: list[DecodeEngine] = []
@@ -114,10 +111,7 @@ def _engines() -> _Engines:
 
 
 class _Call:
-    """The completions of one call, collected in the decode thread. future: gets all of them, or the first error.
-
-    Cancelling the future aborts the requests.
-    """
+    """The completions of one call, collected in the decode thread for `future`, whose cancellation aborts it."""
 
     def __init__(self, decode: ComputeThread, engine: DecodeEngine, requests: Sequence[SampleRequest]) -> None:
         self._decode = decode

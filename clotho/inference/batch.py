@@ -129,10 +129,7 @@ class SlotTable:
         return (*names, "newest", "most", "admitted", "client", "adapter", "_token", "_logprob", "_version")
 
     def enter(self, slot: int, row: Row, tokens: int, newest: int, reserved: int) -> None:
-        """Put a row with `tokens` tokens in its KV cache into a free slot; it keeps tokens sampled before.
-
-        newest: the token after these. reserved: tokens that are reserved for it.
-        """
+        """Put a row with `tokens` tokens in its KV cache into a free slot. newest: the next token. reserved: for it."""
         request, before = row.active.request, len(row.tokens)
         self.rows[slot], self._rows_changed = row, True
         self.serial[slot], self.seed[slot] = row.serial, request.seeds[row.index]
@@ -559,10 +556,7 @@ class Batch:
         return mx.array(seen_B_V)
 
     def _sampled_counts(self, penalties: CountPenalties) -> mx.array:
-        """Count the sampled tokens of rows with a presence or frequency penalty, (R, V), except the newest of each row.
-
-        The next step adds the newest token, which is its input, so that the host need not wait for it.
-        """
+        """Count the sampled tokens of rows with such a penalty, (R, V), but the newest, which the next step adds."""
         count_R_V = np.zeros((len(penalties.row_R), self.vocabulary), dtype=np.float32)
         for count_V, slot in zip(count_R_V, penalties.row_R.tolist(), strict=True):
             before = max(0, int(self.table.launched[slot]) - 1)

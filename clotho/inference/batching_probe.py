@@ -56,10 +56,7 @@ class _ProbedCache(LayerKVCache):
 
 
 def probe_batching(layout: CacheLayout) -> None:
-    """Find out how the model decodes rows of different lengths in one step; set what the layout says about it.
-
-    The step is built but not evaluated. Raises ModelError if the model cannot decode it.
-    """
+    """Set what the layout says of rows of different lengths, from a step that is not evaluated. Raises ModelError."""
     heads = max((leaf.key_shape[0] for leaf in layout.leaves if isinstance(leaf, AttentionLeaf)), default=1)
     reason: Exception | None = None
     install_cache_attention()

@@ -118,10 +118,7 @@ class CacheLayout:
         return min(windows, default=None)
 
     def hold(self, form: KVFormat) -> None:
-        """Let the caches of running rows hold keys and values in this format; routes stay as they are.
-
-        Raises ModelError if the format cannot hold them.
-        """
+        """Hold keys and values of running rows in this format; routes stay as they are. Raises ModelError."""
         layers = len(self.leaves) - bool(self.mixtures)
         held = [replace(leaf, format=form) for leaf in self.leaves[:layers] if isinstance(leaf, AttentionLeaf)]
         form.check(held)

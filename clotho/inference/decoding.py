@@ -108,10 +108,7 @@ class Turns:
 
 
 class Decoding:
-    """A batch whose tokens go to the listeners of its requests.
-
-    steps, preempted: numbers of decode steps, and of rows that left the batch and will continue.
-    """
+    """A batch whose tokens go to the listeners of its requests. preempted: rows that left and will continue."""
 
     _continues = True
     """Whether another step of the same rows follows a step."""

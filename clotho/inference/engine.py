@@ -175,10 +175,7 @@ class DecodeEngine:
         self._requests = self._rows = 0
 
     def _make_batches(self, decoder: RowDecoder | None) -> tuple[Batch, Batch, Batch]:
-        """Return empty batches for short rows, for long rows and for first tokens.
-
-        decoder: decodes the rows instead of the model; None without one.
-        """
+        """Return empty batches for short rows, long rows and first tokens. decoder: decodes in the model's place."""
         layout, settings = self.layout, self._settings
         common = self._source.tokenizer.eos_ids, self._source.vocab_size, self.computing
         self.make_caches = make_caches = self._batches.caches(layout, decoder, settings.kv_cache_tokens)
@@ -209,10 +206,7 @@ class DecodeEngine:
         return Row(active, index, serial=self._rows, text=text)
 
     def abort(self, request_id: int) -> None:
-        """End a request at the next step: unfinished completions are reported with finish_reason `abort`.
-
-        The id of an unknown or finished request is ignored, because a request may finish while it is aborted.
-        """
+        """End a request at the next step, with finish_reason `abort`; ignored if it is unknown or has finished."""
         if request_id in self._sender.requests:
             self._aborted.add(request_id)
 
@@ -312,10 +306,7 @@ class DecodeEngine:
         return self._turns.decode(self._short, self._long, self._source.version, entering=entering)
 
     def _visit(self) -> int | None:
-        """Serve clients within a step in progress: at most one chunk of their prompts, and first tokens.
-
-        Returns the number of tokens reported; None if nothing was computed.
-        """
+        """Serve clients within a step in progress; return the number of tokens, None if nothing was computed."""
         scheduler, began = self._scheduler, perf_counter()
         if not self._admits or not (scheduler.client_waits or scheduler.has_waiting_clients):
             return None
@@ -331,10 +322,7 @@ class DecodeEngine:
         return tokens if tokens or continued or self._prefill.computed_tokens > computed else None
 
     def _sample_first(self, ready: Sequence[PrefillJob]) -> list[PrefillJob]:
-        """Sample first tokens of clients in a step of their own; return the other jobs.
-
-        The rows join their batch as soon as no step is in progress.
-        """
+        """Sample first tokens of clients in a step of their own; return the other jobs. The rows join afterwards."""
         chosen = self._first.chosen(ready, beside=self.running)
         if not chosen:
             return list(ready)
@@ -389,10 +377,7 @@ class DecodeEngine:
         return Loads(short.load(movable="clients"), long.load(movable="outgrown"))
 
     def _make_room(self) -> Loads:
-        """Move rows of clients that have become long, and return rows to the queue for which no columns are left.
-
-        Returns what the remaining rows reserve.
-        """
+        """Move rows that have become long, requeue rows without columns; return what the others reserve."""
         loads, moved = self._loads(), list[PrefillJob]()
         while (crowded := self._scheduler.row_must_leave(loads)) is not None:
             decoding = self._long if crowded == "long" else self._short

@@ -148,10 +148,7 @@ class KVBudget:
         self._long_was_last = is_long
 
     def short_limit(self, blocked: int) -> int:
-        """Return the largest number of tokens that is reserved for a short row of a client.
-
-        blocked: tokens that a row reserves for which the batch of short rows has no room; 0 if there is none.
-        """
+        """Return the most tokens of a short row of a client. blocked: reserved by a short row without room; 0: none."""
         return min(self.short, OUTLIER * blocked) if blocked else self.short
 
     def short_must_leave(self, loads: Loads, blocked: int) -> bool:

@@ -35,10 +35,7 @@ from clotho.models.stages import recorded_stages
 
 
 class Ahead(NamedTuple):
-    """What limits the columns to allocate ahead. steps: number of tokens that a row can still sample, at most.
-
-    columns: number of columns that the limit on the KV cache allows.
-    """
+    """Limits of the columns to allocate ahead: tokens that a row can still sample, and columns of the KV cache."""
 
     steps: int
     columns: int
@@ -90,10 +87,7 @@ class ColumnState:
         return self._layout.query_heads is not None
 
     def move(self, longest: int, column: int, ahead: Ahead, slots: Sequence[int] | None = None) -> None:
-        """Move the visible columns of rows with up to `longest` tokens so that they end before `column`.
-
-        slots: rows to keep, in this order; None = all.
-        """
+        """Move the visible columns of rows of up to `longest` tokens before `column`. slots: kept rows; None: all."""
         kept = min(self.visible(longest), self.column)
         capacity = column + self._ahead(column, ahead)
         index_N = None if slots is None else mx.array(np.asarray(slots, dtype=np.int32))
@@ -247,10 +241,7 @@ class LayerKVCache:
                 array[rows, :, columns] = part
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return the visible columns. Some models share them between layers.
-
-        Packed ones are expanded only where a model uses these arrays, because `attend` does not.
-        """
+        """Return the visible columns, expanded, which some models share between layers."""
         keys, values = self.visible()
         return self.format.unpacked(keys), self.format.unpacked(values)
 
@@ -546,10 +537,7 @@ class BatchKVCache:
         *,
         divided: bool,
     ) -> Generator[None, None, mx.array]:
-        """Append one token to every row; return the logits, (B, V), not yet evaluated.
-
-        Yields when the graph has been built; then, if `divided`, after the evaluation of every block.
-        """
+        """Append a token to every row; return the logits, (B, V), not evaluated. Yields as `RowCaches.parts` says."""
         model = self.layout.model
         self.begin(positions_B, due_B)
         recording = recorded_stages(getattr(model, "layers", ()), gradients=False) if divided else nullcontext()

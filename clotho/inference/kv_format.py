@@ -32,10 +32,7 @@ class Vectors(Protocol):
 
 
 class KVFormat:
-    """Keys and values in their own type. A subclass packs them.
-
-    setting: key of the profile that packs them, for messages; empty: nothing is rounded.
-    """
+    """Keys and values in their own type; a subclass packs them. setting: key that does so; empty: nothing rounds."""
 
     setting = ""
 

@@ -40,10 +40,7 @@ BOUNDS: dict[str, tuple[float, ...]] = {
 
 
 class Timings:
-    """Durations of requests and steps, as distributions with the names of vLLM's metrics.
-
-    Requests in the background count in the distributions of steps only.
-    """
+    """Durations of requests and steps, named as vLLM's metrics; requests in the background count in steps only."""
 
     def __init__(self) -> None:
         self._tallies = {name: Tally(bounds) for name, bounds in BOUNDS.items()}

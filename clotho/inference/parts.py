@@ -33,10 +33,7 @@ MakeCaches = Callable[[int], RowCaches]
 
 
 class RowWeights:
-    """The weights of the rows of one model: every row computes with the policy.
-
-    A subclass lets requests name others. It belongs to the thread of the model.
-    """
+    """Every row computes with the policy; a subclass lets requests name others. Belongs to the model's thread."""
 
     def __init__(self, refusal: str = "this engine samples from the policy only") -> None:
         """refusal: what a request for other weights is told."""
@@ -48,10 +45,7 @@ class RowWeights:
         return True
 
     def admit(self, name: str) -> RowAdapter | None:
-        """Return the adapter, or the base model, that a request names; None for the policy.
-
-        name: as in `SampleRequest.weights`. Raises RequestError for an unknown name.
-        """
+        """Return what a request names, as `SampleRequest.weights`; None for the policy. Raises RequestError."""
         if name != POLICY:
             raise RequestError(self._refusal, param="model")
         return None
@@ -75,10 +69,7 @@ class RowWeights:
         raise ProfileError(f"--adapter: {path}: {self._refusal}")
 
     def load(self, name: str, contents: Any, *, protected: Collection[str]) -> None:
-        """Load what `read` has returned, before the first request. Raises as `read`.
-
-        protected: names that it does not evict.
-        """
+        """Load what `read` has returned, before the first request, and evict no `protected` name. Raises as `read`."""
         raise ProfileError(f"--adapter: {name}: {self._refusal}")
 
     @property

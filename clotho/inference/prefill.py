@@ -164,10 +164,7 @@ class RowDecoder(NamedTuple):
 
 
 def select(waiting: deque[PrefillJob], layout: CacheLayout, budget: int) -> list[PrefillJob]:
-    """Remove from `waiting` the first job and all that can be prefilled with it, within `budget` padded tokens.
-
-    Prompts of clients do not wait for those of background requests.
-    """
+    """Remove from `waiting` the first job and all of its kind that fit with it into `budget` padded tokens."""
     chosen = [waiting.popleft()]
     for job in list(waiting):
         if job.active.request.background != chosen[0].active.request.background:

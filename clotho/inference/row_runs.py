@@ -36,10 +36,7 @@ class RowRun(NamedTuple):
 
 
 def even_runs(columns_B: Columns, min_saved: int) -> list[RowRun]:
-    """Divide rows that attend to `columns_B` columns into runs.
-
-    min_saved: minimum number of scores (rows x columns) that another run must save.
-    """
+    """Divide rows that attend to `columns_B` columns; another run saves at least `min_saved` rows x columns."""
     found: list[RowRun] = []
     parts = [slice(0, len(columns_B))]
     while parts:

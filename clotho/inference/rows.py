@@ -46,10 +46,7 @@ def undivided(parts: Generator[None, None, T]) -> T:
 
 
 class PrefilledPrompt(NamedTuple):
-    """A prompt whose first `tokens` tokens are computed, for `rows` rows. state: None if `tokens` is 0.
-
-    reserved: maximum number of tokens of a row, prompt and completion.
-    """
+    """A prompt of `rows` rows with `tokens` computed tokens. reserved: most tokens of a row. state: None for none."""
 
     rows: int
     tokens: int
@@ -159,10 +156,7 @@ class CountPenalties(NamedTuple):
 
 
 class TokenMasks(NamedTuple):
-    """The R rows of a step that may not sample every token, in ascending order.
-
-    word_R_W: bit i of word w is set if token 32 w + i may be sampled; at least one is.
-    """
+    """The R rows that may not sample every token, ascending. word_R_W: bit i of word w allows token 32 w + i."""
 
     row_R: NDArray[np.int32]
     word_R_W: NDArray[np.uint32]
@@ -217,10 +211,7 @@ class RowSampler(Protocol):
         sampled_R_T: Sequence[NDArray[np.int32]] = (),
         masks: TokenMasks | None = None,
     ) -> SampledRows:
-        """Sample one token per row, as `inference.sampling.sample` does, and overwrite the logits.
-
-        sampled_R_T: tokens of the completions of the rows of `parameters.count_penalties`.
-        """
+        """Sample as `inference.sampling.sample` does, and overwrite the logits. sampled_R_T: of `count_penalties`."""
 
 
 def spare_columns(visible: int) -> int:

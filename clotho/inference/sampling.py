@@ -245,10 +245,7 @@ def filter_mask(x_R_V: mx.array, filters: Filters) -> mx.array:
 
 
 def support_tokens(x_R_V: mx.array, width: int) -> mx.array:
-    """Return the tokens of each row whose logit is not minus infinity, at most `width`.
-
-    (R, width), uint32, ascending, filled up with `PADDING`.
-    """
+    """Return tokens whose logit is finite: (R, width), uint32, ascending, filled up with `PADDING`."""
     number_V = mx.arange(x_R_V.shape[-1], dtype=mx.uint32)
     token_R_V = mx.where(x_R_V > -mx.inf, number_V, mx.array(PADDING, dtype=mx.uint32))
     return mx.sort(mx.partition(token_R_V, width - 1, axis=-1)[:, :width], axis=-1)
@@ -315,10 +312,7 @@ def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def uniforms(seed_B: NDArray[np.uint64], position_B: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Return two independent uniforms per row, (B, 2), float32, each in [2**-24, 1 - 2**-24].
-
-    A pure function of seed and position. position: index of the token within its completion.
-    """
+    """Return two uniforms per row, (B, 2), float32, in [2**-24, 1 - 2**-24]: a function of seed and token index."""
     counter_B_2 = position_B.astype(np.uint64)[:, None] * np.uint64(2) + np.array([1, 2], dtype=np.uint64)
     word_B_2 = mix(np.add(mix(seed_B)[:, None], counter_B_2 * GOLDEN_RATIO, dtype=np.uint64))
     cell_B_2 = (word_B_2 >> np.uint64(64 - MANTISSA_BITS)).astype(np.float32)

@@ -250,10 +250,7 @@ class Scheduler:
     """
 
     def __init__(self, max_num_seqs: int, budget: KVBudget, rollout_share: float = 0.5) -> None:
-        """max_num_seqs: can be changed later; running rows above a lower value finish.
-
-        rollout_share: share of the rows that waiting rollouts keep from clients.
-        """
+        """rollout_share: of the rows that waiting rollouts keep. max_num_seqs: can change; running rows finish."""
         self.entering: list[PrefillJob] = []
         self.max_num_seqs = max_num_seqs
         self._budget, self._rollout_share = budget, rollout_share

@@ -39,10 +39,7 @@ class MaskedRows:
     def at_step(
         self, live: NDArray[np.bool_], launched: NDArray[np.int64], tokens_of: Callable[[int], NDArray[np.int32]]
     ) -> TokenMasks | None:
-        """Return the masks of the next step; None if every row may sample every token.
-
-        live, launched: by slot. tokens_of: returns the tokens that the row of a slot has sampled.
-        """
+        """Return the masks of the next step; None without any. live, launched: by slot. tokens_of: a slot's tokens."""
         slots, masks = [], []
         for slot, row, row_mask in self._rows:
             if not live[slot]:

@@ -96,10 +96,7 @@ class Lane:
 
     @contextmanager
     def turn(self, kind: TurnKind, *, cancelled: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Compute inside the context, which begins when it is this lane's turn.
-
-        cancelled: whether the next `pause` ends the work. Raises ExecutorStoppedError.
-        """
+        """Compute inside the context, in a turn. cancelled: the next `pause` ends it. Raises ExecutorStoppedError."""
         self.kind, self._cancelled = kind, cancelled
         self._arbiter.begin(self)
         try:

@@ -295,10 +295,7 @@ class Compute:
             thread.start()
 
     def stop(self, *, timeout: float | None = None) -> bool:
-        """Finish the current turns and cancel all other work. Calling it again has no effect.
-
-        Returns False if a current turn takes longer than `timeout` seconds.
-        """
+        """Finish the current turns and cancel other work; False if a turn takes longer than `timeout` seconds."""
         for thread in self._threads:
             thread.stop()
         self.arbiter.stop()

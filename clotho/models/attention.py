@@ -69,10 +69,7 @@ def _attention(
 
 
 def install_cache_attention() -> None:
-    """Replace mlx-lm's function by `attention` in all of its model modules that are loaded, for good.
-
-    Threads share these modules, so none may undo what another relies on.
-    """
+    """Let all loaded models of mlx-lm use `attention`, for good, because threads share their modules."""
     for module in model_modules():
         if vars(module).get(NAME) is original:
             setattr(module, NAME, attention)

@@ -72,10 +72,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool
     ) -> str:
-        """Render a conversation. variables: further names that the template may use, such as `tools`.
-
-        Raises WorkLimitError, and every exception that the template causes.
-        """
+        """Render a conversation with further names. Raises WorkLimitError, and what the template raises."""
         limits = _Limits(messages, variables.get("tools"))
         _limits.set(limits)
         chunks, length = [], 0

@@ -34,10 +34,7 @@ Layer = Any
 
 
 class FoldedWeights(NamedTuple):
-    """A and B' of a group of layers in the compute type, and the float32 weights that they were computed from.
-
-    b: B' of each layer, or of all layers side by side.
-    """
+    """A and B' of a group in the compute type (b: of each layer, or of all side by side), and their float32 origins."""
 
     dtype: mx.Dtype
     lora_a: tuple[mx.array, ...]

@@ -66,10 +66,7 @@ def _form(layer: nn.Module) -> tuple[Any, ...] | None:
 
 
 class SharedResult:
-    """A result that several layers read, computed once for their common input.
-
-    It is kept until every layer has read it, or until a layer gets another input.
-    """
+    """A result that several layers read, kept until each has read it or one gets another input."""
 
     _input: tuple[Any, ...]
     _result: Any

@@ -37,10 +37,7 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
 def load_base(section: ModelSection) -> tuple[nn.Module, dict[str, Any], Path]:
-    """Load the base model; return it with its configuration, and its directory or GGUF file.
-
-    The weights are evaluated and have the type of `section.dtype`. Raises `ModelError`.
-    """
+    """Return the base model, evaluated, in its final type, with its configuration and files. Raises `ModelError`."""
     files = find_model(section.path)
     model, config = open_base(files, section)
     try:

@@ -21,10 +21,7 @@ LINEAR = (nn.Linear, nn.QuantizedLinear, *EXPERT_LINEAR)
 
 
 def linear_modules(blocks: Iterable[nn.Module]) -> dict[str, nn.Module]:
-    """Return all linear layers of the blocks by block-relative name, sorted, without embeddings.
-
-    If several blocks have a layer of the same name, the narrowest one is returned.
-    """
+    """Return the linear layers of blocks by block-relative name, sorted; of layers with one name, the narrowest."""
     found: dict[str, nn.Module] = {}
     for block in blocks:
         for name, module in block.named_modules():

@@ -26,10 +26,7 @@ LEAST_CACHE = 256 * 2**20
 
 
 def core_division(parameters: int) -> Callable[[int], None]:
-    """Return what divides the cores for a model of so many parameters: a function of the number of threads.
-
-    It has no effect on a GPU, and for small models, which compute faster on one core per thread.
-    """
+    """Return what divides the cores between threads; without effect on a GPU and for small models."""
     divides = mx.default_device() == mx.Device(mx.cpu) and parameters >= DIVIDED_PARAMETERS
     return divide_cores if divides else lambda threads: None
 
@@ -65,10 +62,7 @@ def memory_limit() -> MemoryLimit:
 
 
 def cgroup_headroom() -> int | None:
-    """Return the bytes that this process can allocate before a limit of a control group stops it; None without one.
-
-    Pages of files that the kernel can drop count as free.
-    """
+    """Return the bytes below the limits of control groups, droppable pages included; None without a limit."""
     return min((limit - used for limit, used in _cgroups()), default=None)
 
 

@@ -112,10 +112,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def check_model(directory: Path, config: Mapping[str, Any]) -> None:
-    """Check the configuration of a model against its limits, its architecture and the headers of its weights.
-
-    Raises ModelError. Weights are not read.
-    """
+    """Check configuration, architecture and headers of weights, which are not read. Raises ModelError."""
     path = directory / "config.json"
     require_tokenizer_files(directory)
     require_bounded_sizes(config, path)
@@ -274,10 +271,7 @@ TOKENIZER_FILES = ("tokenizer*", "*.jinja", "special_tokens_map.json", "added_to
 
 
 def model_fingerprint(model: Path) -> str:
-    """Return a fingerprint of configuration and weights of a directory, or of a GGUF file.
-
-    Of a large file only size, beginning and end are read.
-    """
+    """Return a fingerprint of configuration and weights, of large files from size, beginning and end."""
     if not model.is_dir():
         return _fingerprint([model], with_names=False)
     return _fingerprint(_matching(model, WEIGHT_FILES))

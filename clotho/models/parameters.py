@@ -135,10 +135,7 @@ class ParameterSlots:
         return tree
 
     def checked(self, parameters: Parameters) -> Arrays:
-        """Return the arrays of a tree by name.
-
-        Raises `ValueError` unless the tree has exactly the names, shapes and types of the trainable parameters.
-        """
+        """Return a tree's arrays by name. Raises `ValueError` unless names, shapes and types are the trainable ones."""
         arrays = flat(parameters)
         for name, kind in self._kinds.items():
             if name not in arrays:

@@ -54,10 +54,7 @@ NONE: Mapping[str, mx.array] = MappingProxyType({})
 
 
 class PolicyModel:
-    """Modules, and the trainable parameters that they compute with.
-
-    It belongs to one thread at a time. Arrays are never modified; `use` changes references.
-    """
+    """Modules, and the parameters that they compute with; for one thread at a time. `use` changes references only."""
 
     def __init__(
         self,
@@ -136,10 +133,7 @@ class PolicyModel:
         self._switch(reference=True)
 
     def release(self) -> None:
-        """Refer to no parameters until the next `use`, so that those that nothing else uses are freed.
-
-        Until then the trainable parameters are zeros, which take no memory.
-        """
+        """Hold zeros, which take no memory, until the next `use`, so that unused parameters are freed."""
         if not self._zeros:
             arrays = self._arrays.items()
             self._zeros = {name: mx.broadcast_to(mx.zeros((), dtype=one.dtype), one.shape) for name, one in arrays}

@@ -146,10 +146,7 @@ class ChatTokenizer:
         return bool(self._replacement or self._wrapper.has_chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Return the tokens of plain text, including special tokens that the tokenizer adds, such as a first one.
-
-        The text of a control token becomes that token, because the caller has rendered the prompt.
-        """
+        """Return the tokens of text, with those that the tokenizer adds. Text of a control token becomes it."""
         with self._lock:
             found = self._wrapper.encode(text, add_special_tokens=add_special_tokens, verbose=False)
             return tuple(int(token) for token in found)
@@ -186,10 +183,7 @@ class ChatTokenizer:
             return self._encoded([written])[0]
 
     def render_chats(self, chats: Sequence[Chat]) -> list[tuple[int, ...]]:
-        """Return the tokens of conversations with a generation prompt, encoded together by several threads if possible.
-
-        Raises RequestError as `render_chat`.
-        """
+        """Return the tokens of chats with a generation prompt, encoded in threads. Raises as `render_chat`."""
         with self._lock, _template_errors():
             return self._encoded([self._written(*chat) for chat in chats])
 
@@ -327,10 +321,7 @@ class ChatTokenizer:
         )
 
     def compile_grammar(self, grammar: Grammar, vocabulary: int) -> Constraint:
-        """Compile a grammar for models whose logits have the width `vocabulary`.
-
-        Raises RequestError, which names the field, if the grammar is not usable, or this tokenizer has none.
-        """
+        """Compile a grammar for logits of the width `vocabulary`. Raises RequestError, which names the field."""
         with self._grammar_lock:
             if vocabulary not in self._compilers:
                 try:
@@ -392,10 +383,7 @@ def _read_template(name: str) -> str:
 
 
 def _until_content(text: str, content: str) -> str:
-    """Return a rendered conversation up to the end of the content of its last message.
-
-    Raises RequestError if the template does not render the content as it is.
-    """
+    """Return a rendered conversation up to the end of its last content. Raises RequestError if that was changed."""
     for shown in (content.lstrip(), content.strip()):
         if (at := text.rfind(shown)) >= 0:
             return text[: at + len(shown)]

@@ -93,10 +93,7 @@ def after_thoughts(completion: str) -> str | None:
 
 
 def _in_box(text: str) -> str | None:
-    """Return the content of the box that closes last, without a command for text around it.
-
-    Escaped braces do not count. A truncated box is skipped.
-    """
+    """Return the content of the box that closes last, without a command around it; a truncated box is skipped."""
     if (start := text.find("\\")) < 0:
         return None
     opened: list[int] = []  # where the content of a box begins; -1 for another brace

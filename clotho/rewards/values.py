@@ -69,10 +69,7 @@ class TrainerState(Struct, frozen=True, kw_only=True):
 
 
 class Reward(Struct, frozen=True, kw_only=True):
-    """A loaded reward function and its name in the profile. group: parameters of a function of a group; otherwise None.
-
-    max_steps: for `TrainerState`.
-    """
+    """A loaded reward function. group: parameters of one over a group, else None. max_steps: see `TrainerState`."""
 
     name: str
     function: RewardFunction

@@ -140,10 +140,7 @@ class MicroBatch(NamedTuple):
         return np.bincount(sequence_N, value_N[:trained], minlength=self.sequences).astype(np.float64)
 
     def log_weight_B(self, logp_N: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the logarithm of the importance weight of each sequence, sum_t log pi_t - log mu_t: (B,), in nats.
-
-        logp_N: log-probabilities of the tokens under the policy pi.
-        """
+        """Return log importance weights of sequences from log pi of tokens, sum_t log pi_t - log mu_t: (B,), nats."""
         return self.sum_B(logp_N - self.table.rollout_logp_N)
 
 

@@ -141,10 +141,7 @@ class TeacherForcing:
         return expert_load(choices_N_C, self._mixtures.counts, mx.array(micro.table.loss_mask_N))
 
     def hidden(self, micro: MicroBatch) -> mx.array:
-        """Compute the hidden states that predict the tokens of the table, (N, D), in the type of the model.
-
-        Raises ModelError if blocks and head of the model cannot be separated.
-        """
+        """Return the states that predict the table's tokens, (N, D). Raises ModelError if the model is not split."""
         if self._split is None:
             raise ModelError("the blocks and the head of this model cannot be separated")
         return self._outputs(micro)[0]

@@ -144,18 +144,12 @@ class Totals(NamedTuple):
 
 
 def score(logits_N_V: mx.array, sampled: SampledTokens) -> TokenScores:
-    """Return log-probabilities of the targets and exact entropies; differentiable in the logits.
-
-    logits_N_V: of any floating type. The entropy is in [0, log V], or [0, log K] with a support, up to rounding.
-    """
+    """Return log-probabilities of targets and exact entropies in nats; differentiable in logits of any type."""
     return Totals(*scoring(sampled)(logits_N_V)).scores(sampled)
 
 
 def scoring(sampled: SampledTokens, known: Totals | None = None) -> Callable[[mx.array], Totals]:
-    """Return a function from logits (N, V) to totals; the log-sum-exp has no gradient.
-
-    known: the totals if an earlier pass computed them; the backward pass then needs no forward pass.
-    """
+    """Return a function from logits to totals. known: of an earlier pass, which spares the backward pass a forward."""
 
     @mx.custom_function
     def totals(logits_N_V: mx.array) -> Totals:
@@ -169,10 +163,7 @@ def scoring(sampled: SampledTokens, known: Totals | None = None) -> Callable[[mx
 
 
 def slopes(logits_N_V: mx.array, sampled: SampledTokens) -> tuple[Totals, mx.array]:
-    """Return totals and T d log p_y / d logits, (N, V), in the type of the logits, with the same exponentials.
-
-    Supports tokens sampled from the whole vocabulary, without a teacher.
-    """
+    """Return totals and T d log p_y / d logits, (N, V), with the same exponentials; without supports and teacher."""
     totals, e_N_V, sum_N = _totals(logits_N_V, sampled)
     at_target_N = 1.0 - backend().exp(totals.logp_N)
     slope_N_V = mx.put_along_axis(e_N_V * (-1.0 / sum_N)[:, None], sampled.target_column, at_target_N[:, None], axis=-1)

@@ -133,10 +133,7 @@ class Client(Struct, frozen=True, kw_only=True):
 
 
 class Clients:
-    """Identifies clients by their API key, or by their address.
-
-    quotas: by the name of the key.
-    """
+    """Identifies clients by their API key, or by their address. quotas: by the name of the key."""
 
     def __init__(self, settings: HttpServer) -> None:
         """Raise ProfileError if the API keys are not valid."""

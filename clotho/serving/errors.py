@@ -139,10 +139,7 @@ def invalid_field(param: str, message: str) -> ApiError:
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """Convert an exception to an ApiError.
-
-    An unexpected exception becomes a 500 without details. The event log contains its traceback.
-    """
+    """Convert an exception; an unexpected one becomes a 500 without details, which the event log has."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError) and error.param == "queue":

@@ -67,10 +67,7 @@ def decode_fields(body: dict[str, Any], kind: type[R]) -> R:
 
 
 def converted(fields: dict[str, Any], kind: type[Fields], *, strict: bool = True) -> Fields:
-    """Return fields as a struct. Raises ApiError with status 400 that names the invalid field.
-
-    strict: see `msgspec.convert`.
-    """
+    """Return fields as a struct. strict: as of msgspec. Raises ApiError with status 400 that names the field."""
     try:
         return msgspec.convert(fields, kind, strict=strict, str_keys=True)
     except msgspec.ValidationError as error:
@@ -168,10 +165,7 @@ def encode_plain(text: str, param: str, context: ServerContext) -> Prompt:
 
 
 def check_choices(n: int | None, prompts: int, param: str, context: ServerContext) -> None:
-    """Raise ApiError if a request has too many completions. Call this before any prompt is tokenized.
-
-    param: name of the request field that contains the prompts.
-    """
+    """Raise ApiError for too many completions, before anything is tokenized. param: field of the prompts."""
     each, limit = n or 1, context.settings.max_choices
     if each > limit:
         raise invalid_field("n", f"{each} exceeds this server's limit of {limit} completions per request")
@@ -312,10 +306,7 @@ def build_request(
 
 
 def _bad_words(words: Sequence[str], encode: Callable[[str], tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of words that a completion must not contain. Raises ApiError.
-
-    Each word counts at the start of a word and behind a space, by vLLM's rule.
-    """
+    """Return the tokens of excluded words, alone and behind a space as in vLLM. Raises ApiError."""
     found = []
     for word in words:
         plain, spaced = encode(word.lstrip()), encode(f" {word.lstrip()}")
@@ -378,10 +369,7 @@ def _limit_to_context(
 
 
 class CompletionRequest(OpenaiFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of POST /v1/completions. prompt: a string, a list of token IDs, or a list of either.
-
-    max_tokens: 0 samples nothing, and requires `echo`.
-    """
+    """The body of POST /v1/completions. max_tokens: 0 samples nothing, and requires `echo`."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
     max_tokens: Annotated[int, Meta(ge=0)] | None = None

@@ -82,10 +82,7 @@ class ResponseBuilder(ABC):
         return self._body(self.whole_object, choices, self._usage(completions), opening=True)
 
     def streamed(self, chunk: Chunk, *, opening: bool) -> bytes:
-        """Return the event of one chunk; the `opening` event of a stream contains what describes the prompt.
-
-        Returns nothing if the chunk contains nothing that is final.
-        """
+        """Return the event of a chunk, the `opening` one with the prompt; nothing if nothing is final."""
         choice = self._choice(chunk, whole=False)
         if self.request.message_parser is not None and _is_empty(choice):
             return b""

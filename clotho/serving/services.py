@@ -114,10 +114,7 @@ class ServedEngine(Protocol):
 
 
 class EngineAccess(Struct, frozen=True, kw_only=True, eq=False):
-    """The decode engine, for attachments that control it.
-
-    submit: runs a call in the decode thread. may_pause: clients may pause the engine, whatever the settings are.
-    """
+    """The engine, for attachments that control it. submit: to its thread. may_pause: whatever the settings are."""
 
     submit: Submit
     engine: ServedEngine

@@ -49,10 +49,7 @@ class Variant(NamedTuple):
 
 
 class Key(Struct, frozen=True, kw_only=True):
-    """One setting. shape: the type of its value. variants: one for each combination of types that has the key.
-
-    attachment: the name of the folder that adds the setting; empty for one of the core.
-    """
+    """One setting. shape: of its value. variants: by types. attachment: folder that adds it; empty for the core."""
 
     path: str
     annotation: Any
@@ -75,10 +72,7 @@ class Key(Struct, frozen=True, kw_only=True):
 
 
 class Section(Struct, frozen=True, kw_only=True):
-    """A table, or an array of tables (repeated), of the profile. types: the description of each type of a union.
-
-    attachment: the name of the folder that adds the table; empty for one of the core.
-    """
+    """A table, or an array of tables (repeated). types: their descriptions. attachment: adds it; empty: the core."""
 
     name: str
     title: str = ""
@@ -273,10 +267,7 @@ class Keys:
         return 0 if zero_is_off else next(iter(words & OFF - {value}), value)
 
     def converted(self, key: Key, value: Any, where: str, *, text: bool = False) -> Any:
-        """Return the value as the type of its key. where: the key in the error. text: numbers may be texts.
-
-        Raises ProfileError with the allowed values and the value found.
-        """
+        """Return the value as the type of its key. text: numbers may be texts. Raises ProfileError about `where`."""
         value = self.with_own_word(key, value)
         flaw, found = _flaw(value), value
         try:

@@ -51,10 +51,7 @@ def padded(name: str, values: NDArray[np.float32], rank: int) -> NDArray[np.floa
 
 
 def pad_ranks(arrays: Mapping[str, mx.array], config: AdapterConfig) -> dict[str, mx.array]:
-    """Return the arrays with every low-rank matrix padded to `lora_parameters.rank`; from any thread.
-
-    The padded arrays must be evaluated and float32. All other arrays are returned unchanged.
-    """
+    """Return arrays with low-rank matrices padded, evaluated and float32, to `lora_parameters.rank`; any thread."""
     result = dict(arrays)
     for name, (_, _, file_rank) in smaller_ranks(arrays, config).items():
         result[name] = mx.array(padded(name, np.asarray(arrays[name]), file_rank))

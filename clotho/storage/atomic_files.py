@@ -99,10 +99,7 @@ def digest_file(path: Path) -> FileDigest:
 
 
 def replace_file(path: Path, chunks: Iterable[bytes], *, mode: int = 0o666) -> None:
-    """Replace the contents of `path` atomically: a reader, or a kill at any time, sees the old or the new file.
-
-    mode: permissions of the new file, reduced by the umask.
-    """
+    """Replace `path` atomically: readers see the old or the new file. mode: permissions, reduced by the umask."""
     temporary = _temporary_name(path, UNFINISHED)
     try:
         write_file(temporary, chunks, mode=mode)

@@ -115,10 +115,7 @@ PerTokenAdvantages = list[list[NDArray[np.float64]]]
 
 
 class Minibatch(NamedTuple):
-    """The data of one optimizer step.
-
-    tokens: number of trained tokens. origins: per sequence, (index of its group, index of its completion).
-    """
+    """The data of one optimizer step. origins: index of group and completion by sequence. tokens: trained ones."""
 
     micro_batches: tuple[MicroBatch, ...]
     tokens: int

@@ -22,10 +22,7 @@ from clotho.training.objectives.loss import LossCoefficients, MetricSums, TokenL
 
 
 class LossConfig(NamedTuple):
-    """What determines the loss and does not change during an update.
-
-    objective: the objective function. loss_coefficients: current coefficients of the KL penalty and the entropy bonus.
-    """
+    """What determines the loss and does not change during an update."""
 
     settings: LearnerSection
     objective: Objective
@@ -46,10 +43,7 @@ class FixedLogprobs(NamedTuple):
 
 
 class StepPosition(NamedTuple):
-    """Position of a gradient in an update.
-
-    version: policy version at the start of the update. progress: optimizer steps taken, as a fraction of all steps.
-    """
+    """Position of a gradient: version at the start of the update, and the fraction of its optimizer steps taken."""
 
     version: int
     progress: float
@@ -105,18 +99,12 @@ class OtherRanks(Protocol):
     def add_gradients(
         self, own: MicroBatchGradient, turns: TurnBudget
     ) -> tuple[MicroBatchGradient, dict[int, MicroBatchGradient]]:
-        """Return the sum over all shares, and the gradients of the others' micro-batches by index, without arrays.
-
-        own: the sum over the own share.
-        """
+        """Return the sum of all shares with the own sum, and others' gradients by micro-batch, without arrays."""
 
     def assign_logprobs(
         self, micro_batches: Sequence[MicroBatch], parameters: Parameters | None, reference: Arrays
     ) -> Sequence[int]:
-        """Send the other ranks their shares of a forward pass, and return the indices of the own share.
-
-        parameters: None for the reference policy, whose arrays are `reference`.
-        """
+        """Send shares of a forward pass, of the reference if `parameters` is None; return the own indices."""
 
     def collect_logprobs(self, turns: TurnBudget) -> dict[int, mx.array]:
         """Return the log-probabilities of the others' micro-batches by index."""
@@ -184,10 +172,7 @@ class LearnerModel(NamedTuple):
         position: StepPosition,
         slopes: list[mx.array] | None,
     ) -> Callable[[Parameters], tuple[mx.array, MetricSums, mx.array, mx.array]]:
-        """Return the loss as a function of traced parameters, with metrics, log-probabilities and cuts.
-
-        slopes: receives the derivative with respect to the log-probabilities when the backward pass is built.
-        """
+        """Return the loss of traced parameters, with metrics, scores and cuts. slopes: receives d loss / d logp."""
         inputs, chosen = _inputs(micro, fixed_logprobs, position), loss_config.settings.objective
         logp_only = loss_config.loss_coefficients.entropy_coef == 0.0 and micro.table.teacher is None
         interpolates = isinstance(chosen, RatioObjective) and chosen.ratio_reference == "batch_start_interpolated"

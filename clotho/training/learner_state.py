@@ -62,10 +62,7 @@ def state_from_arrays(
 
 
 class LearnerSnapshot(NamedTuple):
-    """The learner at one moment. The arrays are shared with other holders, because arrays never change.
-
-    reference: parameters of the reference policy, as `ReferencePolicy.arrays` names them.
-    """
+    """The learner at one moment; arrays are shared. reference: as `ReferencePolicy.arrays`."""
 
     parameters: Parameters
     state: LearnerState

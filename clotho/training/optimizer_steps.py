@@ -66,10 +66,7 @@ class MetricTotals:
         self._scales: list[float] = []
 
     def add(self, gradient: MicroBatchGradient, *, norm: float, sample_size: float, scale: float) -> bool:
-        """Add the gradient of one optimizer step. Return whether its loss, its norm and its step scale are finite.
-
-        sample_size: effective sample size of the completions. scale: of the learning rate.
-        """
+        """Add the gradient, sample size and rate factor of a step; return whether loss, norm and factor are finite."""
         self._losses.append(float(gradient.loss))
         for name, sums in gradient.metrics.items():
             self._sums[name] = self._sums.get(name, 0.0) + np.array(sums, dtype=np.float64)
@@ -211,10 +208,7 @@ def take_optimizer_steps(
 def completion_weights(
     mini: Minibatch, parts: Sequence[MicroBatchGradient], settings: LearnerSection
 ) -> list[NDArray[np.float64]]:
-    """Return the logarithms of the importance weights of completions per micro-batch, (B,) nats; 0 without a sampler.
-
-    parts: the gradients of the micro-batches.
-    """
+    """Return log importance weights of completions by micro-batch, (B,) nats; 0 without a sampler."""
     if not settings.objective.has_ratio:
         return [np.zeros(micro.sequences) for micro in mini.micro_batches]
     logps = (np.array(part.logp_N, dtype=np.float64) for part in parts)

@@ -63,10 +63,7 @@ class OptimizerState(NamedTuple):
 
 
 class FiniteAdafactor(optim.Adafactor):
-    """MLX's Adafactor, whose factored second moment stays finite.
-
-    Beside a row of very large gradients, the factor of a row of zeros overflows, and inf * 0 would be NaN.
-    """
+    """MLX's Adafactor, whose factor stays finite for a row of zeros beside very large gradients: inf * 0 is NaN."""
 
     def _approximate_exp_moving_avg(self, exp_avg_sq_row: mx.array, exp_avg_sq_col: mx.array) -> mx.array:
         factor = super()._approximate_exp_moving_avg(exp_avg_sq_row, exp_avg_sq_col)  # type: ignore[no-untyped-call]
@@ -120,10 +117,7 @@ def apply_step(
     scale: float,
     settings: LearnerSection,
 ) -> tuple[Arrays, OptimizerState]:
-    """Take one optimizer step against `scale` times the gradients.
-
-    Every parameter needs a gradient. Returns new parameters, in their own types, and the new state; lazy.
-    """
+    """Step against `scale` times the gradients of all parameters; return them, in their types, and the state; lazy."""
 
     @cache
     def rule_at(rule: Optimizer, rate: float) -> optim.Optimizer:
@@ -224,10 +218,7 @@ def _rate_factor(rule: str, parameter: mx.array) -> float:
 
 
 def global_norm(gradients: Arrays) -> mx.array:
-    """Return the Euclidean norm of all gradients as one vector: float32 scalar.
-
-    Not finite if any gradient is not finite, or if squares overflow (gradients beyond about 1e19).
-    """
+    """Return the Euclidean norm of all gradients, float32; not finite if one is not, or beyond about 1e19."""
     return mx.sqrt(sum((mx.sum(mx.square(g.astype(mx.float32))) for g in gradients.values()), mx.array(0.0)))
 
 

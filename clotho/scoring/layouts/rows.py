@@ -46,10 +46,7 @@ TOKEN_BUCKET = 64
 
 
 def bucket(length: int) -> int:
-    """Round a length up to one of at most 16 sizes per octave, each a multiple of 8; padding is below 1/8.
-
-    Few different shapes allow buffers and compiled kernels to be reused.
-    """
+    """Round up to one of few sizes, multiples of 8, so that buffers and kernels are reused; padding is below 1/8."""
     granularity = max(8, 1 << max(0, (length - 1).bit_length() - 4))
     return -(-length // granularity) * granularity
 
@@ -81,10 +78,7 @@ def _placed_padded(sequences: Sequence[TrainingSequence], members: tuple[int, ..
 
 
 def padded_states(blocks: Blocks, layers: AttentionLayers | None, inputs: PaddedInputs) -> mx.array:
-    """Compute the hidden states of all positions, (B * S, D). Causal attention ignores padding on the right.
-
-    layers: if given, `layer_caches` replace the caches, as in the other layouts.
-    """
+    """Compute all hidden states, (B * S, D); padding on the right has no effect. layers: replace caches if given."""
     keys = None if layers is None else layer_caches(layers)
     hidden_B_S_D = blocks(mx.array(inputs.tokens_B_S), keys)
     return hidden_B_S_D.reshape(-1, hidden_B_S_D.shape[-1])

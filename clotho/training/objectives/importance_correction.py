@@ -132,10 +132,7 @@ class CorrectionWeights(NamedTuple):
 def correction_weights(
     learner_N: mx.array, proximal_N: mx.array, tokens: ObjectiveInputs, settings: ObjectiveSettings
 ) -> CorrectionWeights:
-    """Return the weights of the importance correction and of the masks that are on.
-
-    learner_N: log-probabilities under the current policy. proximal_N: under the policy at the start of the batch.
-    """
+    """Return the weights of correction and masks, from log-probabilities of the current and the batch-start policy."""
     log_ratio_N = mx.stop_gradient(proximal_N) - tokens.rollout_logp_N
     weight_N = kept_N = mx.ones_like(log_ratio_N)
     limited_N = mx.zeros(log_ratio_N.shape, dtype=mx.bool_)

@@ -37,10 +37,7 @@ def k2(logp_N: mx.array, reference_N: mx.array) -> mx.array:
 
 
 def k3(logp_N: mx.array, reference_N: mx.array) -> mx.array:
-    """Return exp(d) - 1 - d. Unbiased and non-negative: GRPO (arXiv:2402.03300), equation 4. (N,) nats.
-
-    Computed with expm1, because small d would be lost in rounding.
-    """
+    """Return exp(d) - 1 - d, by expm1. Unbiased and non-negative: GRPO (arXiv:2402.03300), equation 4. (N,) nats."""
     d_N = bounded_log_ratio(reference_N, logp_N)
     return mx.expm1(d_N) - d_N
 

@@ -219,46 +219,31 @@ Coefficients = list[NDArray[np.float64]]
 
 
 def token_mean(lengths: Lengths, max_tokens: int) -> Coefficients:
-    """Return 1 / T, T = trained tokens of the batch: DAPO (arXiv:2503.14476), section 3.3.
-
-    Every token has equal weight, so long completions have more.
-    """
+    """Return 1 / T, T = trained tokens: DAPO (arXiv:2503.14476), section 3.3. Long completions have more weight."""
     share = _share(sum(float(length_G.sum()) for length_G in lengths))
     return [_where_trained(length_G, share) for length_G in lengths]
 
 
 def sequence_mean(lengths: Lengths, max_tokens: int) -> Coefficients:
-    """Return 1 / (T_i * S), T_i = tokens of the completion, S = completions: GRPO (arXiv:2402.03300), equation 3.
-
-    All completions have equal weight, also if groups differ in size.
-    """
+    """Return 1 / (T_i * S), T_i = tokens of the completion, S = completions: GRPO (arXiv:2402.03300), equation 3."""
     share = _share(_sequences(lengths))
     return [_where_trained(length_G, share / np.maximum(length_G, 1.0)) for length_G in lengths]
 
 
 def token_sum(lengths: Lengths, max_tokens: int) -> Coefficients:
-    """Return 1 / (max_tokens * S), S = completions: the constant of Dr. GRPO (arXiv:2503.20783).
-
-    Every token has the same weight in every batch.
-    """
+    """Return 1 / (max_tokens * S), S = completions: the constant of Dr. GRPO (arXiv:2503.20783)."""
     share = _share(max_tokens * _sequences(lengths))
     return [_where_trained(length_G, share) for length_G in lengths]
 
 
 def group_mean(lengths: Lengths, max_tokens: int) -> Coefficients:
-    """Return 1 / (T_g * P), T_g = tokens of the group, P = groups: the prompt average of ScaleRL (arXiv:2510.13786).
-
-    All groups have equal weight, and all tokens of a group have equal weight.
-    """
+    """Return 1 / (T_g * P), T_g = tokens of the group, P = groups: the prompt average of ScaleRL (arXiv:2510.13786)."""
     share = _share(sum(bool(length_G.any()) for length_G in lengths))
     return [_where_trained(length_G, share * _share(float(length_G.sum()))) for length_G in lengths]
 
 
 def plain_sum(lengths: Lengths, max_tokens: int) -> Coefficients:
-    """Return 1: the sum of all token losses, which several gradients of one step add up to, as in Tinker's API.
-
-    The gradient grows with the number of tokens; AdamW divides by its size.
-    """
+    """Return 1: the sum of all token losses, which several gradients of one step add up to, as in Tinker's API."""
     return [_where_trained(length_G, 1.0) for length_G in lengths]
 
 
