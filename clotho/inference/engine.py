@@ -420,11 +420,7 @@ class DecodeEngine:
         return 0
 
     def _join(self, ready: list[PrefillJob]) -> None:
-        """Let prefilled prompts join the batch. A prompt that cannot join fails alone.
-
-        If making room fails, the running rows return to the queue, because their KV caches can be incomplete, and the
-        prompts join the empty batch one after the other.
-        """
+        """Let prefilled prompts join. One that cannot fails alone; without room, running rows return to the queue."""
         for decoding in self._decodings:
             self._join_batch(decoding, [job for job in ready if job.is_long == (decoding is self._long)])
         for job in ready:

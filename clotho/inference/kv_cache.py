@@ -199,11 +199,7 @@ def _moved(held: tuple[int, int], column: int, capacity: int, index_N: mx.array 
 
 
 class LayerKVCache:
-    """The KV cache of one attention layer, with the interface that mlx-lm's models use while decoding.
-
-    keys, values: of the columns, as the format of the layer holds them. prompts: the shared prompts of this layer, if
-    it shares prompts.
-    """
+    """The KV cache of one attention layer, with the interface that mlx-lm's models use. keys, values: as held."""
 
     def __init__(self, columns: ColumnState, leaf: AttentionLeaf, rows: int) -> None:
         self.columns = columns
@@ -330,11 +326,7 @@ def _grown(rows: int, x: mx.array) -> mx.array:
 
 
 class BatchKVCache:
-    """KV caches of `rows` slots in MLX. nested: the caches in the structure that the model expects.
-
-    reserved_B: number of tokens that are reserved for each row, prompt and completion. prompts: None if no prompt is
-    shared.
-    """
+    """KV caches of `rows` slots in MLX. nested: as the model expects them. reserved_B: tokens reserved for each row."""
 
     columns_type = ColumnState
 
@@ -389,11 +381,7 @@ class BatchKVCache:
                 columns.move(longest, max(needed, columns.visible(longest)), ahead)
 
     def _are_shared(self, prompts: Sequence[PrefilledPrompt]) -> bool:
-        """Whether prompts of several rows are stored once: if it saves enough, and the limit allows the worst case.
-
-        Beside shared prompts, it always saves enough. In the worst case, one row uses as many columns as it has
-        reserved, and so do all others.
-        """
+        """Whether prompts are stored once: if it saves enough, and the limit allows all rows at their longest."""
         shared = [prompt for prompt in prompts if _can_be_shared(prompt)]
         saved = sum((prompt.rows - 1) * prompt.tokens for prompt in shared)
         if not shared or not self.layout.shares_prompts or not (self.prompts or self.layout.saves_enough(saved)):

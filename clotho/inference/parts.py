@@ -80,11 +80,7 @@ class RowWeights:
     def provide(
         self, name: str, arrays: Mapping[str, mx.array], scales: Mapping[str, float], fingerprint: str
     ) -> tuple[RowAdapter | None, RowAdapter]:
-        """Let requests name an adapter whose arrays belong to somebody else, such as a learner of this process.
-
-        arrays, scales: as of a `RowAdapter`; evaluated. Returns what the name stood for until now, and the new adapter.
-        No limit of `server.adapters` applies. Raises RequestError.
-        """
+        """Let requests name arrays that somebody else owns, evaluated; return what the name was, and the adapter."""
         raise RequestError(self._refusal, param="model")
 
     def withdraw(self, name: str) -> None:

@@ -187,11 +187,7 @@ def exclude_tokens(x_B_V: mx.array, masks: TokenMasks) -> mx.array:
 def process_logits(
     x_B_V: mx.array, parameters: RowParameters, seen_B_V: mx.array | None, count_R_V: mx.array | None = None
 ) -> mx.array:
-    """Apply logit bias, penalties and temperature.
-
-    The repetition penalty is that of CTRL (arXiv:1909.05858, equation 4, by sign). Frequency and presence penalty:
-    x - frequency x count - presence x [count > 0], as in the OpenAI API.
-    """
+    """Apply bias, temperature, CTRL's repetition penalty (arXiv:1909.05858, equation 4), and OpenAI's penalties."""
     if parameters.bias is not None:
         rows_B_1 = mx.arange(x_B_V.shape[0])[:, None]
         x_B_V = x_B_V.at[rows_B_1, parameters.bias.token_B_K].add(parameters.bias.value_B_K)

@@ -167,11 +167,7 @@ class ComputeThread:
         return self._over.wait(timeout)
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Run `call` in this thread, before further steps of the engine. The future gets its result or exception.
-
-        Cancelling the future of a call that runs ends it at its next pause. Raises ExecutorStoppedError if the thread
-        was stopped.
-        """
+        """Run `call` here before further steps; cancelling ends it at its next pause. Raises ExecutorStoppedError."""
         if self._stopping.is_set():
             raise ExecutorStoppedError("the compute thread was stopped")
         future: _Call[T] = _Call()

@@ -109,11 +109,7 @@ class Policy:
         base_quantization: BaseQuantization | None = None,
         files: Path | None = None,
     ) -> None:
-        """Make the parameters of the method trainable in `model`, whose mlx-lm configuration is `config`.
-
-        base_path, base_quantization: the base model, as the adapter's file describes it.
-        files: directory or GGUF file of that model.
-        """
+        """Make the parameters of the method trainable in `model`. base_path, base_quantization: of the base model."""
         adapted: tuple[AdaptedModule, ...] = ()
         if isinstance(section.method, FullMethod):
             adapter_config = open_all_weights(model)

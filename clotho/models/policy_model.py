@@ -113,20 +113,12 @@ class PolicyModel:
         return all(array is given[name] for name, array in self._slots.current().items())
 
     def use(self, parameters: Parameters) -> None:
-        """Compute with these parameters from now on, without a copy.
-
-        Raises `ValueError`, and changes nothing, unless the tree has exactly the names, shapes and types of the
-        trainable parameters.
-        """
+        """Compute with these parameters. Raises `ValueError`, and changes nothing, if they do not fit (`checked`)."""
         self._use(self._slots.checked(parameters))
         self._switch(reference=False)
 
     def use_reference(self) -> None:
-        """Compute as the reference policy from now on: without adapters, which is exactly the base model.
-
-        Weights that are trained in full (all, or embeddings and head) get their initial values. Raises `ValueError`
-        unless these were kept at load.
-        """
+        """Compute as the base model, with initial values of what is trained in full. Raises `ValueError` without."""
         if len(self._initial) < len(self._in_full):
             raise ValueError("the reference policy was not kept: load the policy with keep_reference=True")
         self._use({**self._arrays, **self._initial})

@@ -56,11 +56,7 @@ class Rewards:
         return {name: value for name, value in found.items() if value is not None}
 
     def __call__(self, problem: Problem, text: str) -> float:
-        """Return the weighted sum of the functions that apply.
-
-        Raises RewardError if a function raises or returns no number of at most 1e6 in absolute size, or if none
-        applies to the problem.
-        """
+        """Return the weighted sum of the functions that apply. Raises RewardError if none does, or one fails."""
         found = self.values(problem, text)
         if not found:
             names = ", ".join(reward.name for reward, _ in self._terms)

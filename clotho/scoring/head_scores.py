@@ -23,11 +23,7 @@ def rows_at_once(vocab_size: int) -> int:
 
 
 class HeadScores:
-    """Scores hidden states with the model's head, in chunks of `rows` rows, by default `rows_at_once`.
-
-    Chunks are computed one after the other, in the forward pass and in the backward pass, which recomputes the logits.
-    Memory does not depend on the number of tokens: both passes hold a constant number of arrays of chunk size.
-    """
+    """Scores hidden states with the model's head in chunks of rows, so that memory does not depend on their number."""
 
     def __init__(self, split: SplitModel, vocab_size: int, *, rows: int | None = None) -> None:
         self._split = split

@@ -184,11 +184,7 @@ SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """Decode a JSON object.
-
-    Raises ApiError with status 400 for other values, invalid JSON, text that is not UTF-8, numbers that are not finite,
-    duplicate fields, and bodies with too many elements or too much nesting.
-    """
+    """Decode a JSON object. Raises ApiError with status 400 for everything else, and for too many elements."""
     _require_bounded(body)
     try:
         value = DECODER.decode(body.decode())

@@ -180,11 +180,7 @@ class ConcurrencyLimit:
 
     @asynccontextmanager
     async def admitted(self, scope: anyio.CancelScope, receive: Receive, client: Client) -> AsyncIterator[None]:
-        """Wait for admission and count as running until the block ends.
-
-        scope: cancelled by `drain`. receive: of the request. Raises ClientDisconnect if the client disconnects while
-        the request waits, and ApiError with status 503 if it waits for too long.
-        """
+        """Count as running until the block ends, once admitted. Raises ClientDisconnect, or ApiError with 503."""
         with self.waiting(scope):
             await self._acquire(receive, client)
         self._running.add(scope)

@@ -101,11 +101,7 @@ class PolicySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = "auto"
 
     def recomputes(self, parameters: int) -> bool:
-        """Whether the blocks of a model with so many parameters are recomputed in the backward pass.
-
-        auto: those of a model of `LARGE_MODEL` parameters, unless there is dropout, which a recomputed block would
-        sample anew.
-        """
+        """Whether blocks are recomputed; auto: of large models without dropout, which would be sampled anew."""
         if self.grad_checkpoint != "auto":
             return self.grad_checkpoint
         dropout = 0.0 if isinstance(self.method, FullMethod) else self.method.dropout

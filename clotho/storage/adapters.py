@@ -59,11 +59,7 @@ def pad_ranks(arrays: Mapping[str, mx.array], config: AdapterConfig) -> dict[str
 
 
 def unpad_ranks(arrays: Mapping[str, mx.array], config: AdapterConfig) -> dict[str, mx.array]:
-    """Return the inverse of `pad_ranks`; evaluates arrays, so call it in a compute thread.
-
-    An array that does not have the padded shape is returned unchanged. Raises CheckpointError if the removed part is
-    not zero.
-    """
+    """Return the inverse of `pad_ranks`, in a compute thread. Raises CheckpointError if the padding is not zero."""
     result = dict(arrays)
     for name, (axis, rank, file_rank) in smaller_ranks(arrays, config).items():
         if arrays[name].shape[axis] == file_rank:
@@ -92,11 +88,7 @@ def smaller_ranks(arrays: Mapping[str, mx.array], config: AdapterConfig) -> dict
 
 
 def require_own_adapter(directory: str | Path, run_id: str) -> None:
-    """Check that writing an adapter to `directory` does not overwrite an adapter of another run.
-
-    The directory may be absent, or hold other files, or hold an adapter whose `run_id` is `run_id`. Raises
-    RunDirectoryError if the directory holds any other adapter.
-    """
+    """Raise RunDirectoryError if `directory` holds an adapter of another run than `run_id`."""
     directory = Path(directory).expanduser()
     if directory.exists() and not directory.is_dir():
         raise RunDirectoryError(f"{directory} is a file: choose another checkpoint.adapter_path")

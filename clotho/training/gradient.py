@@ -111,11 +111,7 @@ class OtherRanks(Protocol):
 
 
 class LearnerModel(NamedTuple):
-    """The model of a learner, and how it computes.
-
-    policy: belongs to the learner's thread. forcing: over this model. distribution: the tokens were sampled from it.
-    turns: limits the duration of turns. ranks: compute a share of the micro-batches; None without other ranks.
-    """
+    """The model of a learner, and how it computes. ranks: compute a share of the micro-batches; None: alone."""
 
     policy: WeightedModel
     forcing: TeacherForcing

@@ -43,11 +43,7 @@ def state_arrays(state: LearnerState) -> Arrays:
 def state_from_arrays(
     arrays: Mapping[str, mx.array], parameters: Arrays, settings: LearnerSection, rule: StepRule = PLAIN
 ) -> LearnerState:
-    """Rebuild the state that `state_arrays` named, bit for bit.
-
-    parameters: the trainable parameters that the state belongs to. rule: of their optimizer steps. Raises ValueError if
-    it does not fit them.
-    """
+    """Rebuild the state that `state_arrays` named, bit for bit. Raises ValueError if it does not fit `parameters`."""
     if SCALARS not in arrays:
         raise ValueError(f"the learner's state does not fit: {SCALARS} is missing")
     kl_beta, entropy_coef, rate_factor, updates, *replays = np.array(arrays[SCALARS]).view(np.float64).tolist()

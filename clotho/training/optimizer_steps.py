@@ -78,11 +78,7 @@ class MetricTotals:
     def metrics(
         self, *, tokens: int, learning_rate: float, loss_coefficients: LossCoefficients, steps: int
     ) -> UpdateMetrics:
-        """Return the metrics of the update.
-
-        tokens: number of tokens trained on, each counted once. steps: number of steps taken; 0 if the update is
-        rejected.
-        """
+        """Return the metrics of the update. tokens: each counted once. steps: that were taken; 0 if rejected."""
         means = UNMEASURED | metric_means(self._sums)
         ratio_squared = means.pop("ratio_squared_mean", 0.0)
         means |= {

@@ -238,11 +238,7 @@ def state_arrays(state: OptimizerState) -> Arrays:
 def state_from_arrays(
     arrays: Mapping[str, mx.array], parameters: Arrays, settings: LearnerSection, rule: StepRule = PLAIN
 ) -> OptimizerState:
-    """Rebuild the state that `state_arrays` named, bit for bit. rule: that of the state.
-
-    Raises ValueError if names, shapes or types do not belong to this optimizer and these parameters, or if a value is
-    not finite.
-    """
+    """Rebuild a state that `state_arrays` named, bit for bit. Raises ValueError if it does not fit or is not finite."""
     start = rule.initial_state(parameters, settings)
     expected = state_arrays(start)
     wrong = sorted(expected.keys() ^ arrays.keys()) or sorted(

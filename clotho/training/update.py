@@ -70,11 +70,7 @@ class UpdateMeasure(Protocol):
         after: Parameters,
         micro_batch_tokens: int,
     ) -> float:
-        """Return KL(policy before || policy after) in nats per token.
-
-        before: log-probabilities of the tokens of the micro-batches of `mini` under the weights before. after:
-        parameters. micro_batch_tokens: positions per forward pass.
-        """
+        """Return KL(before || after) in nats per token. before: log-probabilities by micro-batch of `mini`."""
 
 
 class Update(Struct, frozen=True, kw_only=True):

@@ -21,11 +21,7 @@ from protocols.errors import ModelError
 
 
 def hidden_states(blocks: Blocks, layers: AttentionLayers | None, inputs: NamedTuple, offset: int = 0) -> mx.array:
-    """Compute the flat hidden states, (positions, D), which `TokenTable.position_N` indexes.
-
-    layers: see `check_layout`. offset: position of the first token of packed rows. Raises ValueError if the layers are
-    None for packed or shared inputs.
-    """
+    """Compute flat hidden states, (positions, D). offset: first position of packed rows. Raises ValueError."""
     if isinstance(inputs, PaddedInputs):
         return padded_states(blocks, layers, inputs)
     if layers is not None and isinstance(inputs, PackedInputs):

@@ -255,11 +255,7 @@ AGGREGATIONS: Mapping[str, Callable[[Lengths, int], Coefficients]] = MappingProx
 
 
 def loss_weights(kind: str, lengths: Sequence[Sequence[int]], *, max_tokens: int) -> Coefficients:
-    """Return the loss weight of a token of each completion: (G,) float64 per group.
-
-    kind: key of `AGGREGATIONS`. lengths: number of trained tokens of every completion of every group. max_tokens:
-    largest possible length of a completion. All weights are 0 if there is no trained token.
-    """
+    """Return token weights of completions: (G,) float64 per group. lengths: trained tokens. kind: of `AGGREGATIONS`."""
     return AGGREGATIONS[kind]([np.asarray(lengths_G, dtype=np.float64) for lengths_G in lengths], max_tokens)
 
 
