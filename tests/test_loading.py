@@ -126,7 +126,7 @@ def test_the_first_example_loads_few_modules(tmp_path: Path) -> None:
             (data / file.name).symlink_to(file)
     files = loaded(tmp_path, str(example), "0").files
     assert [file for file in files if file.parts[0] == "training_run"] == []
-    assert_few(files, modules=118, lines=22_600)
+    assert_few(files, modules=117, lines=21_950)
     assert used_attachments(files).keys() == {"cpu", "graders"}
 
 
@@ -140,7 +140,7 @@ def test_a_run_loads_few_modules_and_handlers_when_they_are_requested(tmp_path: 
     assert_few(found.files, modules=240, lines=41_900)
     used = used_attachments(found.files)
     assert used.keys() == USED
-    assert sum(used.values()) <= 7_600
+    assert sum(used.values()) <= 7_500
     files = {str(file) for file in found.files}
     handlers = {
         "attachments/adapters/routes_adapters.py",
