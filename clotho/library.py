@@ -16,9 +16,8 @@ from clotho.lanes.compute_thread import Compute
 from clotho.models.machine import compute_slots, core_division, limit_mlx_memory, memory_limit
 from clotho.models.policy import Policy, load_policy
 from clotho.process import configure_malloc
-from clotho.settings.keys import Keys
+from clotho.settings.keys import Keys, decode_table, flatten_table, implied_types
 from clotho.settings.model import Dtype, GradCheckpoint, Method, ModelSection, PolicySection, QuantizeAtLoad
-from clotho.settings.tables import decode_table, flatten_table, implied_types
 from protocols.errors import ProfileError
 from protocols.sampling import Sampling
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from training_run.directory.run_directory import RunDirectory, RunStage
     from training_run.profile.flags import Arguments
-    from training_run.profile.layers import Layer
+    from training_run.profile.load import Layer
     from training_run.profile.schema import Profile
 
     Train = Callable[[Profile, RunDirectory, Console], Awaitable[int]]

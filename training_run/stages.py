@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from clotho.extension import Door
 from training_run.directory.run_directory import RunDirectory, RunStage
-from training_run.profile.layers import Layer
+from training_run.profile.load import Layer
 from training_run.profile.schema import Profile
 
 

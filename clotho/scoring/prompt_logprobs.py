@@ -16,8 +16,7 @@ from clotho.inference.rows import RowAdapter
 from clotho.models.parameters import Parameters
 from clotho.models.policy_model import PolicyModel
 from clotho.models.turns import UNDIVIDED, TurnBudget
-from clotho.scoring.head_scores import rows_at_once
-from clotho.scoring.token_scores import SampledTokens, SamplingDistribution, scoring
+from clotho.scoring.token_scores import SampledTokens, SamplingDistribution, rows_at_once, scoring
 from protocols.errors import GenerationError
 from protocols.sampling import PromptLogprobs
 

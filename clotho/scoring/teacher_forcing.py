@@ -13,10 +13,9 @@ from clotho.extension import Door
 from clotho.models.attention import AttentionLayers, install_cache_attention
 from clotho.models.experts import Mixtures, expert_load, recorded_passes
 from clotho.models.head import Blocks, split_model
-from clotho.scoring.head_scores import HeadScores
 from clotho.scoring.layouts.forward import check_layout, hidden_states
 from clotho.scoring.sequences import MicroBatch, RouteInputs, TokenTable
-from clotho.scoring.token_scores import SampledTokens, SamplingDistribution, Teacher, TokenScores, score
+from clotho.scoring.token_scores import HeadScores, SampledTokens, SamplingDistribution, Teacher, TokenScores, score
 from protocols.errors import ModelError
 
 Walk = Callable[[Blocks, Any], mx.array]

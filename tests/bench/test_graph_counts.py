@@ -11,7 +11,7 @@ from bench.shapes import make_policy
 from clotho.backend import Backend, backend
 from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import Policy
-from clotho.scoring import head_scores
+from clotho.scoring import token_scores
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import scored_only
 from clotho.scoring.teacher_forcing import TeacherForcing
@@ -97,8 +97,8 @@ def test_a_micro_batch_of_2048_tokens_has_at_most_9300_kernels(monkeypatch: pyte
     The layers of mlx-lm and chunks of 32 rows need 10,536 kernels.
     """
     monkeypatch.setattr("clotho.scoring.layouts.forward._difference", lambda *_: None)  # would compute
-    rows = head_scores.rows_at_once(QWEN3_VOCABULARY)
-    monkeypatch.setattr(head_scores, "rows_at_once", lambda _: rows)
+    rows = token_scores.rows_at_once(QWEN3_VOCABULARY)
+    monkeypatch.setattr(token_scores, "rows_at_once", lambda _: rows)
     policy = make(vocabulary=1024, adapted=16, grad_checkpoint=True)
     counts = micro_batch(policy, sequences=4, prompt=128, completion=384)
     assert 8000 < counts.kernels <= 9300

@@ -14,8 +14,7 @@ from mlx.utils import tree_map
 
 from clotho.models.head import split_model
 from clotho.models.parameters import flat
-from clotho.scoring.head_scores import HeadScores
-from clotho.scoring.token_scores import SampledTokens, SamplingDistribution, TokenScores
+from clotho.scoring.token_scores import HeadScores, SampledTokens, SamplingDistribution, TokenScores
 from tests import model_lanes
 from tests.small_models import ARCHITECTURES, tiny
 from tests.training.policies_and_groups import Bigram

@@ -12,8 +12,7 @@ import pytest
 
 from clotho.models.head import SplitModel, split_model
 from clotho.models.parameters import Parameters, flat
-from clotho.scoring.head_scores import HeadScores
-from clotho.scoring.token_scores import SampledTokens, SamplingDistribution, Teacher, TokenScores
+from clotho.scoring.token_scores import HeadScores, SampledTokens, SamplingDistribution, Teacher, TokenScores
 from tests.small_models import tiny
 from tests.training.policies_and_groups import Bigram
 

@@ -13,8 +13,7 @@ from msgspec import to_builtins
 from tests.actors.actor_helpers import compute_thread
 from tests.saved_models import save
 from training_run.directory.run_directory import open_run
-from training_run.profile.layers import Layer
-from training_run.profile.load import decode, flatten, merge
+from training_run.profile.load import Layer, decode, flatten, merge
 from training_run.profile.schema import Profile
 from training_run.run import RunContext
 from training_run.start.startup import build_context

@@ -30,7 +30,7 @@ from clotho.backend import backend
 from clotho.models.experts import EXPERT_LINEAR
 from clotho.models.loading import setting
 from clotho.models.lora import LINEAR, widths
-from clotho.scoring.head_scores import rows_at_once
+from clotho.scoring.token_scores import rows_at_once
 from training_run.memory.micro_batch import MicroBatchShape
 
 TO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h", "wo", "w2", "fc2")

@@ -20,8 +20,17 @@ from protocols.errors import ProfileError, did_you_mean, visible
 from training_run.profile.data import DataSection, RewardSection
 from training_run.profile.flags import WIDTH, help_topic, key_help, parse_flags
 from training_run.profile.keys import SETTABLE, flag_of
-from training_run.profile.layers import COMMAND_LINE, Layer, Merged
-from training_run.profile.load import decode_tables, file_layers, flatten, located, merge, profile_path
+from training_run.profile.load import (
+    COMMAND_LINE,
+    Layer,
+    Merged,
+    decode_tables,
+    file_layers,
+    flatten,
+    located,
+    merge,
+    profile_path,
+)
 from training_run.profile.mounted import unused_by, used_by
 from training_run.profile.program import program
 from training_run.profile.schema import MemorySection, MonitorSection

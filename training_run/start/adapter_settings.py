@@ -24,8 +24,7 @@ from training_run.adapters.formats import MlxLmConfig, config_type, is_named, pl
 from training_run.adapters.reading import listed, read_adapter_of
 from training_run.directory.checkpoints import MANIFEST
 from training_run.directory.run_paths import find_checkpoint, split_step
-from training_run.profile.layers import ADAPTER, Layer
-from training_run.profile.load import merge
+from training_run.profile.load import ADAPTER, Layer, merge
 
 KEY, METHOD = ADAPTER, "policy.method."
 FILES = (".gguf", ".npz", ".safetensors")

@@ -6,8 +6,7 @@ from typing import Any
 
 from attachments.atropos.group_sizes import require_fillable
 from protocols.errors import ProfileError
-from training_run.profile.layers import Layer
-from training_run.profile.load import decode, flatten, merge
+from training_run.profile.load import Layer, decode, flatten, merge
 from training_run.profile.rules import first_complaint
 from training_run.profile.schema import Profile
 from training_run.supervision.custom_actors import require_positions

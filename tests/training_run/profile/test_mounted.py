@@ -11,15 +11,21 @@ import pytest
 from msgspec import Struct
 
 from clotho.settings.bounds import Off, Variant, about
-from clotho.settings.keys import Keys
+from clotho.settings.keys import Keys, decode_table, flatten_table
 from clotho.settings.mounted import Setting
-from clotho.settings.tables import decode_table, flatten_table
 from protocols.errors import ProfileError
 from training_run.profile import mounted
 from training_run.profile.flags import help_text, parse_arguments
 from training_run.profile.keys import KEYS, PROFILE_KEYS, SECTIONS
-from training_run.profile.layers import Layer, merge_layers
-from training_run.profile.load import file_layers, load_profile, profile_path, resolved_toml, write_profile
+from training_run.profile.load import (
+    Layer,
+    file_layers,
+    load_profile,
+    merge_layers,
+    profile_path,
+    resolved_toml,
+    write_profile,
+)
 from training_run.profile.mounted import ATTACHED, SETTINGS, absent_keys, mount
 from training_run.profile.rules import CONTRADICTIONS, NO_EFFECT
 from training_run.profile.schema import Profile

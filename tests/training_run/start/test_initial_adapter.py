@@ -24,8 +24,7 @@ from tests.training_run.built_context import open_context, tiny_profile
 from tests.training_run.directory.made_checkpoints import state
 from training_run.directory.checkpoints import Snapshot, write_checkpoint
 from training_run.directory.run_directory import read_origin
-from training_run.profile.layers import Layer
-from training_run.profile.load import load_profile
+from training_run.profile.load import Layer, load_profile
 from training_run.profile.schema import Profile
 from training_run.run import RunContext
 from training_run.start.adapter_settings import METHOD, with_adapter
