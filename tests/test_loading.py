@@ -126,7 +126,7 @@ def test_the_first_example_loads_few_modules(tmp_path: Path) -> None:
             (data / file.name).symlink_to(file)
     files = loaded(tmp_path, str(example), "0").files
     assert [file for file in files if file.parts[0] == "training_run"] == []
-    assert_few(files, modules=117, lines=21_950)
+    assert_few(files, modules=115, lines=21_900)
     assert used_attachments(files).keys() == {"cpu", "graders"}
 
 
@@ -137,7 +137,7 @@ def test_a_run_loads_few_modules_and_handlers_when_they_are_requested(tmp_path: 
     """
     found = loaded(tmp_path, *SMALL_RUN)
     assert found.unprepared == []
-    assert_few(found.files, modules=240, lines=41_900)
+    assert_few(found.files, modules=238, lines=41_500)
     used = used_attachments(found.files)
     assert used.keys() == USED
     assert sum(used.values()) <= 7_500
