@@ -92,7 +92,7 @@ def test_a_completion_is_learnable_with_its_supports_and_the_bias_of_the_run(
     """The order of the bias is free. A grammar makes every completion unlearnable."""
     sampling = Sampling(**parameters)
     assert (unlearnable_reason(sampling, support_recorded=recorded, logit_bias=biased) == "") == learnable
-    supports = ((1, 2),) if recorded else ()
+    supports = (bytes(8),) if recorded else ()
     done = Completion(tokens=(1,), logprobs=(-1.0,), versions=(0,), text="", finish_reason="stop", supports=supports)
     for constraint in (None, cast(Any, object())):
         request = SampleRequest(prompt=(1,), sampling=sampling, seeds=(0,), constraint=constraint)
