@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from attachments.agents.sections import AGENT, PythonAgent
 from training_run.episodes.attachment import (
-    StartedEnvironments,
     ends_messages,
     episode_metrics,
     episodes_of,
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from training_run.commands.evaluate import MakeEpisodes
+    from training_run.episodes.started import StartedEnvironments
     from training_run.memory.need import MemoryNeed
     from training_run.profile.command_profiles import EvaluationProfile
     from training_run.profile.schema import Profile
@@ -47,12 +47,20 @@ async def _environments(profile: Profile | EvaluationProfile, ending: ExitStack)
         return None
     from attachments.agents.workers import Workers
     from training_run.episodes.messages import EpisodeLimits
+    from training_run.episodes.started import StartedEnvironments
 
     limits = EpisodeLimits(max_turns=settings.max_turns, max_tokens=settings.max_tokens, credit=settings.credit)
     workers = Workers(settings)
     ending.callback(workers.close)
-    tools = await workers.tools()
-    return StartedEnvironments(environments=workers, limits=limits, tools=tools, system=profile.data.system)
+    found = await workers.described()
+    return StartedEnvironments(
+        environments=workers,
+        limits=limits,
+        name=f"agent.environment {settings.environment!r}",
+        tools=found.tools,
+        required=found.required,
+        system=profile.data.system,
+    )
 
 
 async def prepare(plan: Plan) -> Attach | None:

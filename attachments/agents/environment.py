@@ -93,6 +93,19 @@ def described(target: Any) -> tuple[dict[str, Any], ...]:
     return tuple(found)
 
 
+def required_columns(target: Any) -> tuple[str, ...]:
+    """Return the parameters without a default of `reset`, which are columns that the dataset must have."""
+    if isinstance(target, list | tuple) or inspect.iscoroutinefunction(target):
+        return ()
+    owner = target if inspect.isclass(target) else target()
+    if not hasattr(owner, "reset"):
+        return ()
+    has_self = inspect.isclass(owner) and inspect.isfunction(inspect.getattr_static(owner, "reset"))
+    parameters = list(inspect.signature(owner.reset).parameters.values())[has_self:]
+    named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    return tuple(one.name for one in named if one.default is one.empty)
+
+
 async def play(target: Any, problem: Problem, ask: AskPolicy) -> EpisodeEnded:
     """Lead one episode; return its rewards. Raises what the code of the user raises, and EnvironmentFailed."""
     if inspect.iscoroutinefunction(target):

@@ -22,7 +22,7 @@ class EnvironmentSettings(ProcessSettings, frozen=True, kw_only=True):
 
 
 class Describe(Struct, frozen=True, kw_only=True, tag=True):
-    """Run -> worker. Describe the tools; the answer is `Described` or `Failed`."""
+    """Run -> worker. Describe tools and columns; the answer is `Described` or `Failed`."""
 
 
 class Begin(Struct, frozen=True, kw_only=True, tag=True):
@@ -53,9 +53,10 @@ class Loaded(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Described(Struct, frozen=True, kw_only=True, tag=True):
-    """Worker -> run. Definitions of the tools in the format of the OpenAI API."""
+    """Worker -> run. tools: definitions in the format of the OpenAI API. required: columns that `reset` needs."""
 
     tools: tuple[dict[str, Any], ...]
+    required: tuple[str, ...] = ()
 
 
 Answer = Loaded | Described | Ask | EpisodeEnded | Failed

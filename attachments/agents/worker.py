@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from attachments.agents.environment import described, play
+from attachments.agents.environment import described, play, required_columns
 from attachments.agents.messages import (
     Answer,
     Begin,
@@ -89,7 +89,7 @@ async def answer(request: Request, episodes: dict[int, PlayedEpisode], target: A
     match request:
         case Describe():
             try:
-                return Described(tools=described(target))
+                return Described(tools=described(target), required=required_columns(target))
             except Exception as error:
                 return Failed(message=error_text(error))
         case Forget():

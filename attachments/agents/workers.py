@@ -113,8 +113,8 @@ class Workers:
         self._workers: list[EnvironmentWorker] = []
         self._numbers = count()
 
-    async def tools(self) -> tuple[dict[str, Any], ...]:
-        """Return the definitions of the tools. Raises ProfileError if the environment cannot be used."""
+    async def described(self) -> Described:
+        """Return the tools and the needed columns. Raises ProfileError if the environment cannot be used."""
         try:
             found = await self.worker().answer(Describe())
         except EnvironmentEnded as error:
@@ -124,7 +124,7 @@ class Workers:
         if not isinstance(found, Described):
             reason = found.message if isinstance(found, Failed) else "it sent an invalid answer"
             raise ProfileError(f"agent.environment {self._settings.environment!r}: {reason}")
-        return found.tools
+        return found
 
     def episode(self, problem: Problem) -> EnvironmentEpisode:
         """Return an episode that has not begun."""

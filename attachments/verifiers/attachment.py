@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from attachments.verifiers.sections import TASKSET, VERIFIERS, VerifiersSection
 from training_run.episodes.attachment import (
-    StartedEnvironments,
     ends_messages,
     episode_metrics,
     episodes_of,
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from training_run.commands.evaluate import MakeEpisodes
+    from training_run.episodes.started import StartedEnvironments
     from training_run.memory.need import MemoryNeed
     from training_run.profile.command_profiles import EvaluationProfile
     from training_run.profile.schema import Profile
@@ -91,6 +91,7 @@ async def _environments(profile: Profile | EvaluationProfile, ending: ExitStack)
     from attachments.verifiers.player import TasksetPlayer
     from attachments.verifiers.tasks import require_python
     from training_run.episodes.messages import EpisodeLimits
+    from training_run.episodes.started import StartedEnvironments
 
     require_python(profile.data)
     settings = TASKSET.of(profile.data)

@@ -59,7 +59,7 @@ async def turns_in_python(case: Case) -> Metrics:
     agent = PythonAgent(environment=environment, max_tokens=8192, max_workers=case["workers"])
     workers = Workers(agent)
     try:
-        episodes = episodes_of(workers, tokenizer, await workers.tools())
+        episodes = episodes_of(workers, tokenizer, (await workers.described()).tools)
         problem = Problem(prompt="What is 23 plus 45?", answer="68", type="", extra={"answer": "68"})
         await played(episodes, [problem] * case["workers"], PreparedPolicy(tokenizer, CALLS))  # starts the workers
         seconds, used = await played(episodes, [problem] * case["episodes"], PreparedPolicy(tokenizer, CALLS))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
-
-from msgspec import Struct
 
 from training_run.profile.rules import Rule, Values
 
@@ -14,20 +13,11 @@ if TYPE_CHECKING:
 
     from clotho.models.tokenizer import ChatTokenizer
     from training_run.episodes.episodes import EnvironmentEpisodes
-    from training_run.episodes.messages import Environments, EpisodeLimits
+    from training_run.episodes.started import StartedEnvironments
     from training_run.profile.command_profiles import EvaluationProfile
     from training_run.profile.schema import Profile
     from training_run.run import RunContext
     from training_run.start.startup import Attach, Plan
-
-
-class StartedEnvironments(Struct, frozen=True, kw_only=True):
-    """Environments that were started, and their episodes. tools: of all of them. system: system message of prompts."""
-
-    environments: Environments
-    limits: EpisodeLimits
-    tools: tuple[dict[str, Any], ...] = ()
-    system: str = ""
 
 
 METRICS: Mapping[str, str] = {
@@ -56,47 +46,37 @@ def ends_messages(setting: str, active: Callable[[Values], bool]) -> Rule:
     )
 
 
-Start = Callable[["Profile | EvaluationProfile", "ExitStack"], Awaitable[StartedEnvironments | None]]
+Start = Callable[["Profile | EvaluationProfile", "ExitStack"], Awaitable["StartedEnvironments | None"]]
 """Starts the environments of a profile; None: they are not used. The second argument is closed at the end."""
 
 
 async def prepare_episodes(start: Start, plan: Plan, prefix: str) -> Attach | None:
     """Start the environments of a run, which makes its episodes in them. prefix: of their metrics."""
-    make = await episodes_of(start, plan.profile, plan.ending, in_rounds=not plan.profile.asynchronous)
-    if make is None:
+    started = await start(plan.profile, plan.ending)
+    if started is None:
         return None
+    from training_run.episodes.started import episodes_in, require_usable
+
+    plan.checks.append(partial(require_usable, started))
 
     async def attach(run: RunContext) -> None:
         """Make episodes with the tokenizer of the policy."""
-        run.attached.episodes = episodes = make(run.policy.tokenizer, run.policy.context_length)
+        policy, in_rounds = run.policy, not plan.profile.asynchronous
+        run.attached.episodes = episodes = episodes_in(
+            started, plan.profile, policy.tokenizer, policy.context_length, in_rounds=in_rounds
+        )
         run.attached.measures.append(lambda _: episodes.measured(prefix))
 
     return attach
 
 
 async def episodes_of(
-    start: Start, profile: Profile | EvaluationProfile, ending: ExitStack, *, in_rounds: bool = True
+    start: Start, profile: Profile | EvaluationProfile, ending: ExitStack
 ) -> Callable[[ChatTokenizer, int], EnvironmentEpisodes] | None:
-    """Start the environments. The returned function makes the source of episodes; None: they are not used.
-
-    in_rounds: messages are sampled in rounds.
-    """
+    """Start the environments. The returned function makes the source of episodes; None: they are not used."""
     started = await start(profile, ending)
     if started is None:
         return None
+    from training_run.episodes.started import episodes_in
 
-    def make(tokenizer: ChatTokenizer, context_length: int) -> EnvironmentEpisodes:
-        """Return the source of episodes."""
-        from training_run.episodes.conversations import ChatWriter
-        from training_run.episodes.episodes import EnvironmentEpisodes
-
-        return EnvironmentEpisodes(
-            started.limits,
-            started.environments,
-            ChatWriter(tokenizer, tools=started.tools, system=started.system),
-            sampling=profile.sampling,
-            context_length=context_length,
-            in_rounds=in_rounds,
-        )
-
-    return make
+    return partial(episodes_in, started, profile)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -59,6 +59,8 @@ from training_run.supervision.watchdog import StartupWatch
 from training_run.update_values import TokenRecord, UpdateKl
 
 if TYPE_CHECKING:
+    from clotho.models.tokenizer import ChatTokenizer
+    from protocols.prompt import Problem
     from training_run.rewards.worker_process import NewWorker
 
 log = structlog.get_logger(actor="pipeline")
@@ -72,7 +74,8 @@ class Plan(Struct, kw_only=True, eq=False):
     measured how far they move the policy; may be raised. ranks: compute shares of every gradient; None: this process
     computes them alone. workers: what starts the workers of rewards, by the value of `rewards.where`. learns_equal:
     groups with equal rewards are trained on, because there is more to learn from than rewards; may be set.
-    rule: of optimizer steps; None: that of the optimizer alone.
+    rule: of optimizer steps; None: that of the optimizer alone. checks: of the tokenizer and all problems, before the
+    run directory changes; raise the errors of `protocols.errors`.
     """
 
     profile: Profile
@@ -84,6 +87,7 @@ class Plan(Struct, kw_only=True, eq=False):
     workers: dict[str, NewWorker] = field(default_factory=dict)
     learns_equal: bool = False
     rule: StepRule | None = None
+    checks: list[Callable[[ChatTokenizer, Sequence[Problem]], None]] = field(default_factory=list)
 
 
 Attach = Callable[[RunContext], Awaitable[None]]
@@ -156,6 +160,8 @@ async def _build_context(
         ungraded = _require_correct_rewards(profile, held_out, rewards)
         inputs = await run_sync(_fingerprint_inputs, profile, loaded.dataset.fingerprint)
         preflight = await run_sync(start_findings, profile, policy.tokenizer, prompts.problems, ready.estimate)
+        for check in plan.checks:
+            await run_sync(check, policy.tokenizer, [*prompts.problems, *held_out.problems])
     slow = [f"{one.fact}; {one.advice}" for one in preflight if one.name in ("slow_blas", "slow_quantized")]
     with watch.phase("warmup step", *slow[:1]):
         await finish(warmup)

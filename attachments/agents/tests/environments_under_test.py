@@ -137,6 +137,18 @@ def double(value: int) -> int:
 TOOLS = [double]
 
 
+class Needing:
+    """An environment that needs a column."""
+
+    def reset(self, colour: str, *, size: int = 1, **_: Any) -> None:
+        """Begin."""
+
+
+def needing() -> Needing:
+    """Return an object."""
+    return Needing()
+
+
 class Undescribed:
     """A tool without types."""
 

@@ -47,15 +47,18 @@ def test_a_synchronous_run_that_is_killed_at_twenty_moments_ends_with_equal_weig
     ("flags", "key"),
     [
         (("--agent.environment", "nowhere.py:Game"), "agent.environment"),
+        (("--agent.environment", "attachments.agents.tests.environments_under_test:Needing"), "'colour'"),
+        (("--agent.environment", "profiles/environments/calculator.py:Calculator"), "tools"),
         (("--sampling.stop", '["x"]'), "sampling.stop"),
         (("--agent", "off"), "rewards.name"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(flags: tuple[str, ...], key: str, tmp_path: Path) -> None:
-    """With the key, before anything is trained."""
+    """With the key, before anything is trained or written."""
     result = run(tmp_path / "run", *GAME, *flags, small=())
     assert result.status == 2
     assert key in result.err
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_command_eval_evaluates_episodes(capfd: pytest.CaptureFixture[str]) -> None:

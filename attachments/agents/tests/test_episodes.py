@@ -41,7 +41,7 @@ async def episodes(environment: str, *, in_rounds: bool = True, **settings: Any)
         yield EnvironmentEpisodes(
             EpisodeLimits(max_turns=agent.max_turns, max_tokens=agent.max_tokens, credit=agent.credit),
             workers,
-            ChatWriter(byte_tokenizer(chat_template=TEMPLATE), tools=await workers.tools(), system=""),
+            ChatWriter(byte_tokenizer(chat_template=TEMPLATE), tools=(await workers.described()).tools, system=""),
             sampling=Sampling(max_tokens=200),
             context_length=4096,
             in_rounds=in_rounds,
@@ -381,7 +381,22 @@ async def test_what_cannot_work_is_refused_at_the_start(name: str, reason: str) 
     workers = Workers(agent)
     try:
         with pytest.raises(ProfileError, match=reason):
-            ChatWriter(byte_tokenizer(chat_template=NO_END), tools=await workers.tools(), system="")
+            ChatWriter(byte_tokenizer(chat_template=NO_END), tools=(await workers.described()).tools, system="")
+    finally:
+        workers.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [("Calculator", ()), ("Talk", ()), ("TOOLS", ()), ("Needing", ("colour",)), ("needing", ("colour",))],
+)
+async def test_parameters_of_reset_without_a_default_are_columns_that_the_dataset_needs(
+    name: str, columns: tuple[str, ...]
+) -> None:
+    """Of a class, and of a function that returns an object."""
+    workers = Workers(PythonAgent(environment=f"{HERE}:{name}"))
+    try:
+        assert (await workers.described()).required == columns
     finally:
         workers.close()
 
