@@ -109,7 +109,7 @@ def test_the_doors_of_an_attachment_are_small() -> None:
 def test_the_help_loads_few_modules(tmp_path: Path) -> None:
     """It reads the configuration, and computes nothing."""
     files = loaded(tmp_path, "pipeline.py", "--help").files
-    assert_few(files, modules=66, lines=9_300)
+    assert_few(files, modules=64, lines=9_300)
     assert used_attachments(files) == {}
 
 
@@ -137,7 +137,7 @@ def test_a_run_loads_few_modules_and_handlers_when_they_are_requested(tmp_path: 
     """
     found = loaded(tmp_path, *SMALL_RUN)
     assert found.unprepared == []
-    assert_few(found.files, modules=238, lines=41_500)
+    assert_few(found.files, modules=236, lines=41_450)
     used = used_attachments(found.files)
     assert used.keys() == USED
     assert sum(used.values()) <= 7_500

@@ -20,7 +20,7 @@ from attachments.dashboard.paths import API
 from attachments.dashboard.run_files import RunFiles
 from clotho.storage.atomic_files import replace_file
 from protocols.errors import RunDirectoryError
-from training_run.directory.json_text import encode
+from training_run.directory.jsonl import encode
 
 DEFAULT_MEGABYTES = 20
 

@@ -17,7 +17,7 @@ from attachments.dashboard.histories import decoded, number
 from attachments.dashboard.run_files import RunFiles
 from clotho.settings.keys import REQUIRED
 from protocols.errors import ProfileError
-from training_run.directory.json_text import encode
+from training_run.directory.jsonl import encode
 from training_run.directory.run_directory import FACTS, PREFLIGHT
 from training_run.profile.keys import KEYS, PROFILE_KEYS, SECTIONS
 from training_run.profile.load import MASK, flatten

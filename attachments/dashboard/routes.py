@@ -25,7 +25,7 @@ from attachments.dashboard.run_files import RunFiles, is_live
 from clotho.serving.errors import ApiError, overloaded
 from clotho.serving.limits import until_disconnect
 from protocols.errors import RunDirectoryError
-from training_run.directory.json_text import encode
+from training_run.directory.jsonl import encode
 
 T = TypeVar("T")
 

@@ -21,8 +21,7 @@ from msgspec import Struct
 
 from clotho import __version__
 from clotho.storage.atomic_files import replace_file
-from training_run.directory.json_text import encode
-from training_run.directory.jsonl import JsonlWriter
+from training_run.directory.jsonl import JsonlWriter, encode
 from training_run.directory.run_directory import RunDirectory
 from training_run.records.display import RunFacts, machine_lines
 from training_run.records.waiting import GroupsInFlight, GroupStages

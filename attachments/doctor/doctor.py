@@ -64,7 +64,7 @@ from protocols.rollout import GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.summary import MemoryEstimate
 from training_run.adapters.contents import adapter_targets, reached_share
 from training_run.commands.command_line import new_file
-from training_run.directory.json_text import encode
+from training_run.directory.jsonl import encode
 from training_run.directory.run_directory import open_run
 from training_run.groups.prompts import read_split
 from training_run.machine import describe_machine

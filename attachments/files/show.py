@@ -12,7 +12,7 @@ from rich.text import Text
 
 from attachments.files.descriptions import describe
 from training_run.commands.command_line import CommandParser
-from training_run.directory.json_text import encode
+from training_run.directory.jsonl import encode
 from training_run.records.terminal_text import duration, memory, percent, terminal_text
 
 VALUE_LIMIT = 400

@@ -16,7 +16,7 @@ from clotho.storage.atomic_files import replace_file
 from protocols.finding import Finding
 from protocols.prompt import Problem
 from protocols.summary import MemoryEstimate
-from training_run.directory.json_text import encode
+from training_run.directory.jsonl import encode
 from training_run.profile.schema import Profile
 from training_run.records.event_log import log_finding
 from training_run.supervision.custom_actors import load_factory

@@ -16,7 +16,7 @@ from attachments.dashboard.histories import Evaluations, Groups, History, Metric
 from attachments.dashboard.run_files import TextSearch
 from attachments.dashboard.tests.synthetic_run import RunShape, made_groups, write_run
 from attachments.dashboard.tests.viewed_runs import lines
-from training_run.directory.json_text import encode
+from training_run.directory.jsonl import encode
 
 GROUP = {"group_id": 7, "step": 1, "outcome": "trained", "completions": []}
 

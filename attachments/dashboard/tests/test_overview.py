@@ -18,7 +18,7 @@ from attachments.dashboard.run_files import RunFiles
 from attachments.dashboard.tests.synthetic_run import RunShape, made_groups, made_metrics, write_run
 from attachments.dashboard.tests.test_histories import JSON_VALUES
 from protocols.rollout import DiscardReason
-from training_run.directory.json_text import encode
+from training_run.directory.jsonl import encode
 from training_run.records.forecast import STEP_METRICS
 from training_run.records.metrics import all_metrics
 

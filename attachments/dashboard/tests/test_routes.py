@@ -9,7 +9,7 @@ import pytest
 
 from attachments.dashboard.tests.synthetic_run import FINDING, RunShape, made_groups, write_run
 from attachments.dashboard.tests.viewed_runs import viewing
-from training_run.directory.json_text import encode
+from training_run.directory.jsonl import encode
 from training_run.profile.load import MASK
 
 SHAPE = RunShape(groups=36, steps=4, planned_steps=6, token_steps=1)

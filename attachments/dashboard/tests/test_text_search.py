@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from attachments.dashboard import growing_file, run_files
 from attachments.dashboard.histories import Groups
 from attachments.dashboard.run_files import KEPT_TEXTS, TextSearch
-from training_run.directory.json_text import encode
+from training_run.directory.jsonl import encode
 
 FOLDED = "ßİŉſﬁ\N{KELVIN SIGN}"
 """Characters whose form without upper case has letters of ASCII."""

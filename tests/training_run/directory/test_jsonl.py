@@ -14,8 +14,7 @@ import pytest
 from msgspec import Struct
 
 from protocols.errors import RunDirectoryError
-from training_run.directory.json_text import encode
-from training_run.directory.jsonl import JsonlWriter, Scan, rewrite, scan, sync_files
+from training_run.directory.jsonl import JsonlWriter, Scan, encode, rewrite, scan, sync_files
 
 
 def lines(path: Path) -> list[Any]:
