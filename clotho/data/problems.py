@@ -165,7 +165,9 @@ def _problem(record: Any, columns: ProblemColumns, where: str) -> Problem:
 
 def _conversation(value: Any, column: str, where: str) -> tuple[tuple[dict[str, Any], ...], str | None]:
     """Check chat messages. Returns the messages up to the last turn of the user, and the answer after them, if any."""
-    if not isinstance(value, list) or not value:
+    if value == []:
+        raise DatasetError(f"{where}: {column} is empty")
+    if not isinstance(value, list):
         raise DatasetError(f"{where}: {column} must be text or a list of chat messages, not {_kind(value)}")
     if len(value) > MAX_MESSAGES:
         raise DatasetError(f"{where}: {column} has {len(value)} messages; at most {MAX_MESSAGES} are permitted")

@@ -192,7 +192,7 @@ def test_a_malformed_line_is_named(tmp_path: Path) -> None:
         ('{"prompt": [{"role": "user"}], "answer": "a"}', "prompt[0].content must be text, not null"),
         ('{"prompt": ["q"], "answer": "a"}', "prompt[0] must be a JSON object, not text"),
         ('{"prompt": [{"content": "q"}], "answer": "a"}', "prompt[0].role must be text that is not empty, not null"),
-        ('{"prompt": [], "answer": "a"}', "prompt must be text or a list of chat messages, not a list"),
+        ('{"prompt": [], "answer": "a"}', "prompt is empty"),
         ('{"messages": [{"role": "system", "content": "q"}], "answer": "a"}', "messages has no message of the role"),
         ('{"prompt": "q", "answer": "a", "tools": "{"}', "tools is not valid JSON"),
         ('{"prompt": "q", "answer": "a", "tools": [1]}', "tools must be a list of at most"),
