@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import jsonschema
 import pytest
-from anthropic import AsyncAnthropic
-from anthropic.types import Message
 
 from tests.fakes import CharacterTokenizer
 from tests.serving import running_server, test_with_engine
 from tests.serving.test_chat_features import HERMES, SCHEMA, TEMPLATES, THINKING
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
+    from anthropic.types import Message
 
 TOOLS: list[Any] = [
     {"name": "f", "input_schema": SCHEMA},
@@ -28,7 +29,9 @@ LIMITS: dict[str, Any] = {
 
 def client_of(url: str, **options: Any) -> AsyncAnthropic:
     """Return a client, whose certificates would take as long to load as the server to start."""
-    http = anthropic.DefaultAsyncHttpxClient(verify=False)
+    from anthropic import AsyncAnthropic, DefaultAsyncHttpxClient  # takes 2 seconds
+
+    http = DefaultAsyncHttpxClient(verify=False)
     return AsyncAnthropic(base_url=url, http_client=http, **{"api_key": "any", "max_retries": 0, **options})
 
 
@@ -143,6 +146,8 @@ async def test_a_message_is_valid_input_with_the_result_of_its_call() -> None:
 
 async def test_reasoning_is_a_block_before_the_text() -> None:
     """A format constrains the text only; `disabled` turns the reasoning off."""
+    import anthropic
+
     output: Any = {"format": {"type": "json_schema", "schema": {"type": "boolean"}}}
     fields = {**LIMITS, "max_tokens": 80, "output_config": output}
     async with serving(THINKING) as client:
@@ -174,6 +179,8 @@ async def test_tokens_are_counted_without_sampling() -> None:
 
 async def test_the_client_raises_the_error_of_a_status() -> None:
     """With Anthropic's type of error. The key is sent in `x-api-key`, or as a bearer token."""
+    import anthropic
+
     async with running_server.serving(api_key="secret") as served:
         async with client_of(served.url) as client:
             with pytest.raises(anthropic.AuthenticationError) as denied:
@@ -190,6 +197,8 @@ async def test_the_client_raises_the_error_of_a_status() -> None:
 @pytest.mark.parametrize(("stopped", "error"), [(False, "api_error"), (True, "overloaded_error")])
 async def test_an_error_during_a_stream_is_raised_by_the_client(stopped: bool, error: str) -> None:
     """It is the last event, also at the end of the server: the tokens so far are not taken for the whole message."""
+    import anthropic
+
     async with running_server.serving(shutdown_seconds=0.0) as served, client_of(served.url) as client:
         served.engine.allow(2)
         fields = LIMITS | {"extra_body": {"ignore_eos": True}, "max_tokens": 8}

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import pytest
 from openai import AsyncOpenAI
@@ -39,6 +38,8 @@ Solve = Callable[[str, str], str]
 
 def of_anthropic(address: str, session: str) -> str:
     """Anthropic's client: the session is named by the metadata."""
+    import anthropic  # takes 2 seconds
+
     schema = {
         "type": "object",
         "properties": {name: {"type": "integer"} for name in ("a", "b")},
