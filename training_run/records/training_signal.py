@@ -176,7 +176,8 @@ class TrainingSignal:
         described = f" ({', '.join(f'{name} {value:g}' for name, value in parts.items())})" if parts else ""
         fact = f"all {len(rewards)} completions of the last {len(self._groups)} groups have the reward {rewards[0]:g}"
         cost = f", at a cost of {self._silence.seconds:.0f} s so far" if self._silence.seconds >= 1.0 else ""
-        if min((value for name, value in parts.items() if name != OVERLONG), default=0.0) > 0:
+        least = min((value for name, value in parts.items() if name != OVERLONG), default=0.0)
+        if least > 0 and all(solved_by(group) != "none" for group in self._groups):
             return Finding(
                 name="always_rewarded",
                 severity="error",

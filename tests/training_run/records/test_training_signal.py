@@ -21,6 +21,7 @@ def group(
     parts: dict[str, tuple[float | None, ...]] | None = None,
     reason: DiscardReason = "zero_variance",
     finish: FinishReason = "stop",
+    correct: tuple[bool, ...] = (),
 ) -> Discarded:
     """Return a discarded group. parts: the rewards as `format`, if not given."""
     return Discarded(
@@ -30,6 +31,7 @@ def group(
         completions=tuple(completion(text=f"4 ({i})", finish=finish) for i in range(len(rewards))),
         rewards=() if reason == "reward_error" else rewards,
         parts={} if reason == "reward_error" else parts or {"format": rewards},
+        correct=correct,
     )
 
 
@@ -65,6 +67,7 @@ def test_a_first_batch_without_any_reward_is_a_finding_with_an_example() -> None
     [
         (groups(4), "no_reward"),
         (groups(4, (1.0, 1.0)), "always_rewarded"),
+        (groups(4, (0.1, 0.1), correct=(False, False)), "no_reward"),
         (groups(4, reason="reward_error"), "rewards_fail"),
         (groups(4, finish="length"), "all_truncated"),
         (groups(32, (0.0, 1.0), parts={"a": (0.0, 1.0), "b": (0.0, 0.0)}), "constant_reward_part"),
@@ -76,6 +79,7 @@ def test_a_first_batch_without_any_reward_is_a_finding_with_an_example() -> None
     ids=[
         "all 0",
         "all 1",
+        "all small and wrong",
         "raises",
         "all truncated",
         "one part 0",
