@@ -6,8 +6,9 @@ teacher of 6 million.
     python -m bench distillation [--arms NAME ...] [--seeds 0 1 2 3 4] [--list] [--quick]
 
 `python -m profiles.embedded_maker.teacher` makes the teacher from random weights, on the demonstrations of the careful
-demonstrator (seed 0), once in runs/distillation. The policies are the embedded one, and that of `python -m bench
-warm_up`, which rarely earns a reward. Batches of the first are as small as they can be, besides those of the profile.
+demonstrator (seed 0), once in runs/distillation. Problems are those of `python -m bench warm_up`, whose answer is a
+number: the teacher answers them, and not those that ask for a letter. The policies are the embedded one, and that of
+`warm_up`, which rarely earns a reward. Batches of the first are as small as they can be, besides those of the profile.
 A run ends at the first evaluation that reaches the target; evaluations are at every update or every few, except for
 those that one before delays.
 """
@@ -29,7 +30,7 @@ REVERSE = f"--distillation.teacher {MADE} --learner.distillation-weight 1"
 FORWARD = f"{REVERSE} --distillation.loss forward_kl"
 ABLE = "The embedded policy, which knows the method and rarely uses it"
 UNABLE = "A policy that rarely earns a reward"
-OF_UNABLE = f"{warm_up.OWN} --eval.interval 5"
+OF_UNABLE = f"--model.path {warm_up.MADE}/policy --learner.max-equal-batches 0 --eval.interval 5"
 TAUGHT = f"{OF_UNABLE} --steps 150 --learner.optimizer.learning-rate 2e-3"
 """The steps and the learning rate were found with a seed that is not measured."""
 
@@ -62,7 +63,8 @@ STUDY = Study(
         )
     ),
     flags=merged(
-        "--profile local-m3 --steps 30 --eval.interval 1 --async false --checkpoint.interval 0 --monitor.display none"
+        f"--profile local-m3 --data.train {warm_up.MADE}/train.jsonl --data.heldout {warm_up.MADE}/heldout.jsonl",
+        "--steps 30 --eval.interval 1 --async false --checkpoint.interval 0 --monitor.display none",
     ),
     quick="--steps 2 --eval.problems 8",
     target=TARGET,
