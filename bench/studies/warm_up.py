@@ -92,7 +92,6 @@ STUDY = Study(
     about=__doc__,
     arms=(
         Arm(name="RL", flags=("--steps", "120")),
-        Arm(name="RL, groups of 64", flags=merged("--sampling.group-size 64 --steps 15 --eval.interval 5")),
         Arm(name="SFT with 960 demonstrations, then RL", flags=("--stages", WARM_UP)),
     ),
     flags=merged(
