@@ -23,10 +23,9 @@ def router_replay(model: nn.Module, mixtures: Mixtures) -> RouterReplay | None:
 def micro_batch_routes(
     sequences: Sequence[TrainingSequence],
     inputs_of: Callable[[Sequence[TrainingSequence]], list[NamedTuple]],
-    *,
     replays: bool,
 ) -> list[RouteInputs]:
     """Return the routes of the micro-batches of sequences, of which some have routes."""
     from attachments.router_replay.micro_batches import routes_of_sequences
 
-    return routes_of_sequences(sequences, inputs_of, replays=replays)
+    return routes_of_sequences(sequences, inputs_of, replays)

@@ -14,7 +14,6 @@ from clotho.scoring.sequences import RouteInputs, TrainingSequence
 def routes_of_sequences(
     sequences: Sequence[TrainingSequence],
     inputs_of: Callable[[Sequence[TrainingSequence]], list[NamedTuple]],
-    *,
     replays: bool,
 ) -> list[RouteInputs]:
     """Return the routes of each micro-batch; arguments are those of `MICRO_BATCH_ROUTES`."""

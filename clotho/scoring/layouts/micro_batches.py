@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple, TypeVar
 
@@ -108,7 +108,9 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-MICRO_BATCH_ROUTES: Door[..., list[RouteInputs] | None] = Door("library.micro_batch_routes")
+MICRO_BATCH_ROUTES: Door[
+    [Sequence[TrainingSequence], Callable[[Sequence[TrainingSequence]], list[NamedTuple]], bool], list[RouteInputs]
+] = Door("library.micro_batch_routes")
 """Returns the routes of the micro-batches of sequences, of which some have routes; None: they are not used.
 
 Called with the sequences, what returns the inputs of the same micro-batches for other tokens (equal prompts stay
@@ -148,7 +150,7 @@ def build_micro_batches(
     def inputs_of(others: Sequence[TrainingSequence]) -> list[NamedTuple]:
         return [placement.inputs for placement in _placements(others, place, budget)]
 
-    routed = MICRO_BATCH_ROUTES.first(sequences, inputs_of, replays=replays)
+    routed = MICRO_BATCH_ROUTES.first(sequences, inputs_of, replays)
     if routed is None:
         return batches
     return tuple(micro._replace(routes=routes) for micro, routes in zip(batches, routed, strict=True))

@@ -171,7 +171,7 @@ def of_the_start(path: Path) -> Iterator[Finding]:
     faulty = simulated_mac.machine(mac=mac, available=4 << 30, swap=2 << 30)
     yield from machine_findings(replace(faulty, disk_bytes=0), simulated_mac.needs())
     slow = replace(simulated_mac.machine(), blas=REFERENCE_BLAS)
-    yield from machine_findings(slow, simulated_mac.needs(uses_gpu=False))
+    yield from machine_findings(slow, simulated_mac.needs(uses_gpu=False, quantized=True))
     yield from version_findings({"mlx": "0.31.2"})
     yield from setting_findings(tiny_profile(path, policy={"method": {"scale": 1000.0}}))
     for text, eos in (
