@@ -59,7 +59,8 @@ class Discarded(Struct, frozen=True, kw_only=True, tag=True):
     Reasons:
       zero_variance: all rewards are equal, all completions are masked, or the gradient is exactly zero.
       stale: older than `learner.max_staleness`, or sampled before a rollback.
-      reward_error: a reward function raised, exceeded a limit, ended its process or returned no valid number.
+      reward_error: a reward function raised, exceeded a limit, ended its process or returned no valid number, or the
+        environment did so in every episode.
       generation_error: the engine could not finish the group.
       invalid: the group failed validation.
       not_finite: the update of the group was not finite and was skipped.

@@ -290,7 +290,7 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
         from training_run.commands.dry_run import dry_run
 
         shown: Literal["full", "changed"] = "full" if arguments.dry_run == "full" else "changed"
-        return max(dry_run(one, console, shown=shown) for one in [stage.profile for stage in stages] or [profile])
+        return dry_run([stage.profile for stage in stages] or [profile], console, shown=shown)
     path = Path(os.path.expanduser(profile.run_dir))
     if fork is not None and path.resolve() in fork.resolve().parents:
         raise RunDirectoryError(f"--fork: {path} is the forked run itself: choose another --run-dir")

@@ -373,8 +373,9 @@ async def _session_name(http: Request, client: Client) -> str:
         try:
             name = msgspec.json.decode(await http.body(), type=_User).name or client.label
         except msgspec.ValidationError:
-            raise invalid_field("user, or metadata.user_id,", "names a session, and must be a text") from None
+            raise invalid_field("user", "or metadata.user_id, names a session, and must be a text") from None
     if name and not NAME.fullmatch(name):
-        fields = f"{SESSION_HEADER}, or user, or metadata.user_id,"
-        raise invalid_field(fields, "names a session by 1 to 256 visible characters of ASCII")
+        raise invalid_field(
+            SESSION_HEADER, "user or metadata.user_id names a session by 1 to 256 visible characters of ASCII"
+        )
     return name

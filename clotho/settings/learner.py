@@ -229,7 +229,10 @@ class LearnerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
     max_bad_steps: Annotated[Positive, about("Limit of non-finite updates in a row; then the run ends.")] = 5
     max_failed_batches: Annotated[
-        ZeroIsOff, about("Batches in a row in which a reward fails for every group; then the run ends. 0: no limit.")
+        ZeroIsOff,
+        about(
+            "Batches in a row in which a reward or environment fails for every group; then the run ends. 0: no limit."
+        ),
     ] = 3
     max_equal_batches: Annotated[
         ZeroIsOff, about("Batches in a row of groups with equal rewards; then the run ends. 0: no limit.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
@@ -24,12 +25,19 @@ from training_run.start.preflight import require_importable
 CHANGED = "# settings that differ from the defaults; --dry-run full prints all"
 
 
-def dry_run(profile: Profile, console: Console, *, shown: Literal["changed", "full"]) -> int:
-    """Print the settings of a profile, the memory of its run and the contents of its dataset; write nothing.
+def dry_run(profiles: Sequence[Profile], console: Console, *, shown: Literal["changed", "full"]) -> int:
+    """Print the settings of a run, its memory and the contents of its dataset; write nothing.
 
-    shown: the settings that differ from the defaults, or all. What a start imports is imported, and its refusals are
-    raised before anything is printed.
+    profiles: of the stages, or the only one. shown: the settings that differ from the defaults, or all. What a start
+    imports is imported, and its refusals are raised before anything of its profile is printed.
     """
+    for number, profile in enumerate(profiles, start=1):
+        title = f"# stage {number} of {len(profiles)}\n" if len(profiles) > 1 else ""
+        _print_profile(profile, console, title=title, shown=shown)
+    return 0
+
+
+def _print_profile(profile: Profile, console: Console, *, title: str, shown: Literal["changed", "full"]) -> None:
     require_importable(profile)
     estimate = estimate_memory(profile.model, profile)
     split = read_split(profile)
@@ -39,10 +47,9 @@ def dry_run(profile: Profile, console: Console, *, shown: Literal["changed", "fu
     dataset, prompts = inspect_dataset(profile, local_files(profile.model.path), split=split, say=say)
     limit = memory_limit()
     settings = resolved_toml(profile, mask_secrets=True) if shown == "full" else f"{CHANGED}\n{changed_toml(profile)}"
-    console.print(settings, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{title}{settings}", markup=False, highlight=False, soft_wrap=True)
     print_estimate(console, estimate, describe(estimate), limit.bytes, describe_limit(limit))
     print_dataset(console, dataset, prompts)
-    return 0
 
 
 async def _require_rewards(profile: Profile, split: HeldOutSplit) -> None:

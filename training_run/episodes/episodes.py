@@ -140,7 +140,7 @@ class EnvironmentEpisodes:
         kept = [one for one in ran if isinstance(one, Ran)]
         if not kept:
             reason = next((one for one in ran if isinstance(one, str)), "")
-            return Discarded(prompt=prompt, reason="generation_error", detail=f"every episode failed: {reason}")
+            return Discarded(prompt=prompt, reason="reward_error", detail=f"every episode failed: {reason}")
         shared = common_prefix([row.prompt for one in kept for row in one.rows])
         if not shared:
             text = "the conversations of its episodes do not begin with the same token, so that they share no prompt"

@@ -169,8 +169,8 @@ class FruitlessBatches:
         example = next((group for group in discarded if group.reason == "zero_variance"), discarded[0])
         if self._failed == self._max_failed > 0:
             return (
-                f"a reward failed for every group of {self._failed} batches in a row (learner.max_failed_batches): "
-                f"{visible(example.detail, MAX_SHOWN)}"
+                f"a reward or environment failed for every group of {self._failed} batches in a row "
+                f"(learner.max_failed_batches): {visible(example.detail, MAX_SHOWN)}"
             )
         if self._equal == self._max_equal > 0:
             return (

@@ -30,8 +30,8 @@ def split_heldout(problems: Sequence[Problem], fraction: float, seed: int) -> He
     count = math.ceil(len(problems) * fraction)
     if count >= len(problems):
         raise DatasetError(
-            f"{len(problems)} problems are too few to hold out the fraction {fraction:g}: lower data.heldout_fraction, "
-            "or name a file in data.heldout"
+            f"{len(problems)} problems are too few to hold out the fraction {fraction:g}: lower data.heldout_fraction "
+            "(0: no evaluation), or name a file in data.heldout"
         )
     order = np.random.default_rng(derive(seed, "heldout")).permutation(len(problems))
     held_out = set(order[:count].tolist())

@@ -106,9 +106,9 @@ class TrainingSignal:
             yield Finding(
                 name="rewards_fail",
                 severity="error",
-                fact=f"a reward failed for each of the last {self._failed} groups",
+                fact=f"a reward or environment failed for each of the last {self._failed} groups",
                 consequence="groups without rewards are discarded, so nothing is learned",
-                advice="correct the reward function; the event reward_failed in log.jsonl has the traceback",
+                advice="correct it; the event reward_failed or episode_failed in log.jsonl has the reason",
                 example=visible(self._error, MAX_SHOWN),
             )
         if len(self._groups) < FEWEST_GROUPS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,14 @@ def test_one_kind_of_stage_runs_alone(profile: str, tmp_path: Path) -> None:
     refused = train(tmp_path / "run", profile, "--resume", "--eval", "off")
     assert refused.status == 2
     assert "stage" in refused.err
+
+
+def test_a_dry_run_shows_the_settings_of_each_stage(profile: str, tmp_path: Path) -> None:
+    """Under its number; a stage trains as many steps as it adds to those of the stages before."""
+    shown = train(tmp_path / "run", profile, "--dry-run").out.split("# stage ")[1:]
+    assert [text.splitlines()[0] for text in shown] == ["1 of 2", "2 of 2"]
+    settings = [text.partition("\n")[2].partition("\nestimated memory")[0] for text in shown]
+    assert [tomllib.loads(text)["steps"] for text in settings] == [3, 5]
 
 
 def test_the_last_stage_of_a_run_can_be_made_longer(profile: str, whole: Path, tmp_path: Path) -> None:
