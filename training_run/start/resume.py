@@ -308,19 +308,26 @@ MAY_DIFFER = (
 REWARD_KEYS_THAT_MAY_DIFFER = re.compile(r"rewards\.\d+\.(run_in|where|max_workers|memory_limit_mb)")
 
 
+OF_THE_WEIGHTS = re.compile(r"(model|policy\.method(?!\.dropout))\b.*")
+"""Keys that a fork must not change either."""
+
+
 def refuse_if_incompatible(old: Profile, new: Profile, *, run: Path, step: int | None = None) -> None:
     """Raise `CheckpointError` if keys differ that must not change; the message lists each as `key: old -> new`.
 
-    The message has the command that resumes the run, and the one that starts a new run from its state with the new
-    settings. run: the run directory. step: of the checkpoint that is resumed; None: the newest.
+    The message has the command that resumes the run, and the one that starts a new run with the new settings: from its
+    state unless the weights are others. run: the run directory. step: of the checkpoint that is resumed; None: the
+    newest.
     """
-    differing = [text for key, text in differences(old, new).items() if not _may_differ(key, old, new)]
+    differing = {key: text for key, text in differences(old, new).items() if not _may_differ(key, old, new)}
     if differing:
+        anew = any(map(OF_THE_WEIGHTS.fullmatch, differing))
         newest = next(iter(checkpoint_steps(run / "checkpoints")), None)
-        forked = new_run_line(run, newest if step is None else step, _changed(old, new))
+        begun = new_run_line(run, None if anew else newest if step is None else step, _changed(old, new))
         raise CheckpointError(
-            f"cannot resume with other settings ({'; '.join(differing)}): resume with the settings of the run, "
-            f"{resume_command(run / 'profile.toml')}, or start a new run from its state, {forked}"
+            f"cannot resume with other settings ({'; '.join(differing.values())}): resume with the settings of the "
+            f"run, {resume_command(run / 'profile.toml')}, or start a new run{'' if anew else ' from its state'}, "
+            f"{begun}"
         )
 
 
