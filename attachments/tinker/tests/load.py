@@ -3,9 +3,9 @@
     python -m attachments.tinker.tests.load programs [SECONDS]
     python -m attachments.tinker.tests.load rates [ROUNDS] [TOKENS]
 
-`programs`: 16 programs sample and 4 train, each its own adapter of the embedded policy. Then the server is killed, and
-a second one continues from what was saved. `rates`: 64 concurrent calls of the SDK and 64 of /v1/completions take
-turns, with equal prompts and lengths.
+`programs`: 16 programs sample and 4 train, each its own adapter of the embedded policy; MLX keeps at most 64 MiB of
+freed buffers. Then the server is killed, and a second one continues from what was saved. `rates`: 64 concurrent calls
+of the SDK and 64 of /v1/completions take turns, with equal prompts and lengths.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def show(**found: Any) -> None:
 def programs(seconds: float) -> None:
     """Measure many programs, and kill the server."""
     with TemporaryDirectory() as scratch:
-        with process(EMBEDDED, Path(scratch)) as (running, url):
+        with process(EMBEDDED, Path(scratch), "--memory.cache-limit-mib", "64") as (running, url):
             server, memory = psutil.Process(running.pid), list[float]()
             load = Programs(url, str(EMBEDDED), trainers=4, samplers=16)
             until = time.monotonic() + seconds

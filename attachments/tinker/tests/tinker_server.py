@@ -115,11 +115,11 @@ def tinker_server(model: Path, directory: Path, *flags: str) -> Iterator[Live]:
 
 
 @contextmanager
-def process(model: Path, directory: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Serve in a process of its own; yields it and its address."""
+def process(model: Path, directory: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Serve in a process of its own, with further flags; yields it and its address."""
     command = [
         sys.executable, str(ROOT / "pipeline.py"), "serve", "--model", str(model), "--server.port", "0",
-        "--server.tinker", "on", "--server.tinker.directory", str(directory / "saved"),
+        "--server.tinker", "on", "--server.tinker.directory", str(directory / "saved"), *flags,
     ]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=directory) as running:
         try:
