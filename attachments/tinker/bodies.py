@@ -1,8 +1,7 @@
 """Requests of Tinker's API, with the names of the SDK. Path and query of a request are fields too.
 
 Requests with few fields are the arguments of the methods that answer them. Requests that sample or train refuse unknown
-fields, because a setting without effect would be silent. Answers are
-objects of JSON, which the methods make that answer.
+fields, because a setting without effect would be silent. The methods return objects of JSON.
 """
 
 from __future__ import annotations
